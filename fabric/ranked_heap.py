@@ -72,7 +72,7 @@ class RankedHeap(Generic[Item, Key]):
     def pop(self) -> tuple[Key, Item]:
         """Removes and returns the key and item that come first; there must be one."""
         first = self.peek()
-        assert first is not None, "it is empty"
+        assert first is not None, "the heap is empty"
         heappop(self._entries)
         del self._item_to_entry[first[1]]
         return first

@@ -298,7 +298,7 @@ class Engine:
             # The probe contains nothing of a request, so the device is the cause.
             raise WorkerLost(f"the device fails every step: {ErrorInfo.of(result).message}") from result
         if result.not_finite or any(tokens[-1] == NOT_FINITE_TOKEN for tokens in result.token_ids.values()):
-            raise WorkerLost("the device gives numbers that are not finite, whatever it computes")
+            raise WorkerLost("the device gives numbers that are not finite even for one harmless token")
 
     def _try(self, plan: StepPlan) -> StepResult | Exception:
         """Executes a plan once, and returns its result or the error with which it failed. Raises WorkerLost if the
@@ -324,7 +324,7 @@ class Engine:
             self._probe(plan, plan.chunks[0])
         self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
         if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise WorkerLost(f"{MAX_FAILED_STEPS} steps in a row failed")
+            raise WorkerLost(f"{MAX_FAILED_STEPS} consecutive steps failed")
 
 
 class Executor(Protocol):

@@ -22,7 +22,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         if self.max_tokens < 0:
-            raise ConfigError(f"worker: speculation.max_tokens must not be negative, not {self.max_tokens}")
+            raise ConfigError(f"worker: speculation.max_tokens must be at least 0, not {self.max_tokens}")
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ConfigError(
                 f"worker: speculation needs 1 <= min_ngram <= max_ngram, not {self.min_ngram} and {self.max_ngram}"
@@ -74,4 +74,4 @@ class WorkerConfig:
         if self.cuda_graphs not in ("off", "auto"):
             raise ConfigError(f"worker: cuda_graphs must be `off` or `auto`, not {self.cuda_graphs!r}")
         if self.side_layers and self.num_ranks > 1:
-            raise ConfigError("worker: side tensors are not kept by several ranks")
+            raise ConfigError(f"worker: side_layers needs a worker of one rank, but num_ranks is {self.num_ranks}")

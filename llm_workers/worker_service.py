@@ -164,7 +164,7 @@ class WorkerService:
         the attempt."""
         attempt_id = AttemptId(request.request_id, request.attempt)
         if attempt_id in self._calls:
-            error = ProtocolError("this attempt is open already")
+            error = ProtocolError(f"attempt {request.attempt} of {request.request_id} is already open")
             return OpenAttempt(self._member_id, request, self._clock.now()).result(error)
         call = self._calls.open(request)
         self._routers.expect(request.router_id)
@@ -192,7 +192,7 @@ class WorkerService:
         self._aborts_before_admission[attempt_id] = []
         try:
             if self._grammars is None:
-                raise InvalidRequest("this worker makes no structured output")
+                raise InvalidRequest("this worker does not support structured output")
             return await asyncio.to_thread(self._grammars.compile, request.sampling.grammar)
         except WeftError as error:
             self._calls.fail(attempt_id, error)
@@ -205,7 +205,7 @@ class WorkerService:
             if self._loss is not None:
                 raise self._loss
             if self._calls.is_refused(attempt_id):
-                raise Aborted("the attempt was aborted before it came")
+                raise Aborted("the attempt was aborted before it arrived")
             self._engine.check_health()
             positions = self._family.positions(request.token_ids, request.placeholders, request.media)
             self._receiver.expect(attempt_id, request)
@@ -248,7 +248,7 @@ class WorkerService:
         elif isinstance(message, SnapshotRequest):
             self._engine.request_snapshot(message.address)
         else:
-            _LOG.warning("a worker takes no %s", type(message).__name__)
+            _LOG.warning("the worker ignores a message of type %s, which it does not handle", type(message).__name__)
 
     def _abort(self, attempt_id: AttemptId, choices: Sequence[int]) -> None:
         """Aborts an attempt or some of its choices. An attempt whose call has not arrived yet is refused when it

@@ -59,7 +59,7 @@ def select_backend(name: str, kv: PagedKV) -> Backend:
         return VarlenStep
     if name in ("sdpa", "auto"):
         return SdpaStep
-    raise ConfigError(f"attention backend {name!r} can't run on {kv.device} in {kv.dtype}; use `sdpa` or `auto`")
+    raise ConfigError(f"the attention backend {name!r} can't run on {kv.device} in {kv.dtype}; use `sdpa` or `auto`")
 
 
 def register_attention(name: str = ATTENTION_NAME) -> str:
@@ -85,7 +85,7 @@ def attention_forward(
     `(1, num_heads, num_tokens, head_dim)`; the result has shape `(1, num_tokens, num_heads, head_dim)`. The causal rule
     of the step replaces `attention_mask`. Raises ConfigError if the model did not pass the keyword `weft`."""
     if weft is None:
-        raise ConfigError("the paged attention was called without its step: the model does not pass keywords through")
+        raise ConfigError("the model does not pass the keyword `weft` to its attention, which needs it")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return weft.attend(module.layer_idx, q, k, v, scale).unsqueeze(0), None

@@ -63,7 +63,10 @@ def calibrate(runner: Runner, family: Family, config: WorkerConfig, costs: StepC
     for plan in plans:
         result = runner.execute(plan)
         if result.not_finite or NOT_FINITE_TOKEN in chain.from_iterable(result.token_ids.values()):
-            raise ConfigError("logits of a made-up prompt are not finite: the weights can't be used in this dtype")
+            raise ConfigError(
+                "the logits of a test prompt are not finite: the weights can't be used in this dtype; try another "
+                "`model.dtype`"
+            )
     plans += [
         StepPlan(0, tuple(_calibration_chunk(family, config.block_size, row, at, 1) for row in range(number)))
         for number in numbers
@@ -125,20 +128,23 @@ def measure_workspace(
         num_bytes = peak_bytes(lambda: runner.execute(plan), model.device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"workers: a step of {config.max_step_tokens} tokens and {config.max_sequences} sequences does not fit "
-            f"beside weights and KV on {model.device}: lower max_step_tokens, max_sequences or num_blocks"
+            f"workers: a step of {config.max_step_tokens} tokens and {config.max_sequences} sequences does not fit on "
+            f"{model.device} in addition to the weights and the KV blocks; lower max_step_tokens, max_sequences or "
+            "num_blocks"
         ) from error
     workspace = Workspace(num_bytes, bytes_left(model.device))
     estimated = worker_bytes(family.shape, config, 0, dtype_name(model.dtype)).workspace
     _LOG.info(
-        "workspace: %.1f MiB measured, %.1f MiB estimated, %.0f MiB left on %s",
-        *(number / 2**20 for number in (num_bytes, estimated, workspace.num_bytes_left)),
+        "the largest step takes %.1f MiB (the estimate is %.1f MiB), and %s has %.0f MiB left",
+        num_bytes / 2**20,
+        estimated / 2**20,
         model.device,
+        workspace.num_bytes_left / 2**20,
     )
     if workspace.num_bytes > workspace.num_bytes_left:
         raise ConfigError(
-            f"workers: a step takes {workspace.num_bytes} bytes (measured), {model.device} has "
-            f"{workspace.num_bytes_left} left: lower max_step_tokens, max_sequences or num_blocks"
+            f"workers: the largest step takes {workspace.num_bytes} bytes (measured), but {model.device} has only "
+            f"{workspace.num_bytes_left} bytes left; lower max_step_tokens, max_sequences or num_blocks"
         )
     return workspace
 

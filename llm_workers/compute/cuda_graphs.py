@@ -72,7 +72,7 @@ class GraphedModel:
                 self._graphs[size] = self._record(size, embeddings, positions, attention.rows)
             except RuntimeError:
                 # A model that waits for the device inside its forward pass can't be recorded.
-                _LOG.exception("decode steps can't be recorded; they run without graphs")
+                _LOG.exception("decode steps can't be recorded as CUDA graphs, so they run without them")
                 self._is_refused = True
                 return self._model.forward(embeddings, positions, attention, None, None)
         return self._graphs[size].replay(embeddings, positions, attention.rows)

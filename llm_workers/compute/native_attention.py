@@ -77,7 +77,7 @@ class NativeDecode:
             scaling,
         )
         if library.weft_decode_attention(ctypes.byref(step), torch.get_num_threads()):
-            raise MemoryError(f"no room for the scores of {self._num_rows} rows")
+            raise MemoryError(f"there is no memory for the attention scores of {self._num_rows} rows")
         return out
 
 
@@ -115,7 +115,7 @@ class NativeChunks:
             scaling,
         )
         if library.weft_chunk_attention(ctypes.byref(chunks), torch.get_num_threads()):
-            raise MemoryError(f"no room to attend {len(self._tables)} chunks")
+            raise MemoryError(f"there is no memory for the attention of {len(self._tables)} chunks")
 
 
 class _Step(ctypes.Structure):

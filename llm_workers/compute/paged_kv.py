@@ -233,7 +233,7 @@ def make_side_rows(model: LanguageModel, kv: PagedKV, layers: Sequence[tuple[str
     try:
         return SideRows({name: layered.layer(index) for name, index in layers}, kv)
     except (AttributeError, IndexError) as error:
-        raise ConfigError(f"side_layers {list(layers)}: the model has no such layers") from error
+        raise ConfigError(f"side_layers names layers that the model does not have: {list(layers)}") from error
 
 
 class SideRows:

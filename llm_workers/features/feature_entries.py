@@ -214,14 +214,17 @@ class UnitEntry:
     def check(self) -> None:
         """Asserts that the state agrees with the facts."""
         unit, state, readers = self.unit, self.state, self.readers
-        assert state is not UnitState.GONE, f"{unit} is gone and has an entry"
-        assert (self.feature is not None) == (state in IN_MEMORY), f"{unit} is {state.name}"
-        assert bool(self.references) == (state is UnitState.READ), f"{unit} is {state.name}"
+        assert state is not UnitState.GONE, f"{unit} is GONE but has an entry"
+        assert (self.feature is not None) == (state in IN_MEMORY), f"{unit} is {state.name}, unlike its feature"
+        assert bool(self.references) == (state is UnitState.READ), f"{unit} is {state.name}, unlike its references"
         assert all(one.unit == unit and one.feature is self.feature for one in self.references)
-        assert state not in WITHOUT_BYTES or state is self.state_without_bytes, f"{unit} is {state.name}"
+        expected = self.state_without_bytes
+        assert state not in WITHOUT_BYTES or state is expected, f"{unit} is {state.name}, not {expected.name}"
         assert state in IN_MEMORY or not (self.is_lent or self.is_evicting or self.is_distrusted)
-        assert self.is_evicting or not self.is_distrusted, f"{unit} is distrusted and stays"
+        assert self.is_evicting or not self.is_distrusted, f"{unit} is distrusted but is not evicted"
         assert readers.num_expecting == sum(not needs.is_admitted for needs in readers.attempts.values())
         for needs in readers.attempts.values():
             is_missed = needs.is_admitted and unit in needs.missing
-            assert not is_missed or state not in IN_MEMORY or self.is_evicting, f"{unit} is here and missed"
+            assert not is_missed or state not in IN_MEMORY or self.is_evicting, (
+                f"{unit} is in memory, but an attempt misses it"
+            )

@@ -215,7 +215,7 @@ class FeatureStore:
         """Records that a pulled feature has landed. Returns a reference if an admitted attempt misses the unit; the
         caller must then hand it to the engine."""
         entry = self._entries[unit]
-        assert entry.state is UnitState.PULLING, f"{unit} is {entry.state.name} and lands"
+        assert entry.state is UnitState.PULLING, f"{unit} has landed but is {entry.state.name}"
         return self._land(entry, feature)
 
     def lend(self, unit: UnitKey) -> FeatureReference | None:
@@ -417,7 +417,7 @@ class FeatureStore:
 
     def _refer(self, entry: UnitEntry) -> FeatureReference:
         """Makes one more reference to a feature in memory."""
-        assert entry.feature is not None, "it is not in memory"
+        assert entry.feature is not None, f"{entry.unit} is not in memory"
         reference = FeatureReference(entry.unit, next(self._numbers), entry.feature)
         entry.references.add(reference)
         self._move(entry, UnitState.READ)
@@ -426,8 +426,8 @@ class FeatureStore:
     def _free(self, entry: UnitEntry) -> list[LandedFeature]:
         """Frees a feature without references. Returns it if its slot in the inbox must be freed."""
         unit, feature = entry.unit, entry.feature
-        assert feature is not None, "it is not in memory"
-        assert not entry.references, "the engine may read it"
+        assert feature is not None, f"{entry.unit} is not in memory"
+        assert not entry.references, f"the engine holds references to {unit}"
         if entry.is_lent:
             self.host_cache.give_back(unit)
             if entry.is_distrusted:
@@ -529,8 +529,8 @@ class FeatureStore:
 
     def check_at_rest(self) -> None:
         """Asserts, in production after the last attempt has ended, a bounded part of `check_invariants`."""
-        assert not self._attempts, "an attempt is open"
-        assert not len(self._to_pull), "a unit is to be pulled for no attempt"
+        assert not self._attempts, "an attempt is still open"
+        assert not len(self._to_pull), "a unit is queued for a pull, but no attempt needs it"
         for entry in islice(self._entries.values(), UNITS_CHECKED_AT_REST):
             self._check(entry)
 
@@ -543,23 +543,27 @@ class FeatureStore:
         entries = self._entries.values()
         kept = {entry.unit for entry in entries if entry.state is UnitState.KEPT}
         assert kept == {unit for unit in self._entries if unit in self.host_cache}
-        assert len(kept) == len(self.host_cache), "a feature is kept that the store does not know"
+        assert len(kept) == len(self.host_cache), "the host cache keeps a feature that the store does not know"
         announced = [one for entry in entries for one in entry.announced]
         by_attempt = [one for ones in self._attempt_to_announced.values() for one in ones]
-        assert set(announced) == set(by_attempt), "announcements differ"
-        assert self.num_held == len(announced) + sum(entry.state in HELD for entry in entries), "counted wrong"
+        assert set(announced) == set(by_attempt), "announcements by unit and by attempt differ"
+        assert self.num_held == len(announced) + sum(entry.state in HELD for entry in entries), (
+            "num_held is counted wrong"
+        )
         assert self._num_evicting == sum(entry.is_evicting for entry in entries), "evictions are counted wrong"
-        assert set(self._to_pull) | set(self._to_evict) <= self._entries.keys(), "a unit without entry is queued"
+        assert set(self._to_pull) | set(self._to_evict) <= self._entries.keys(), "a unit without an entry is queued"
         for attempt, needs in self._attempts.items():
-            assert needs.missing.keys() <= needs.order.keys(), f"{attempt} misses what it does not contain"
+            assert needs.missing.keys() <= needs.order.keys(), f"{attempt} misses a unit that it does not contain"
             for unit in needs.order:
                 assert self._entries[unit].readers.attempts.get(attempt) is needs, f"{attempt} does not read {unit}"
 
     def _check(self, entry: UnitEntry) -> None:
         entry.check()
         assert self._entries[entry.unit] is entry
-        assert entry.is_lent == self.host_cache.is_lent(entry.unit), f"{entry.unit} is lent on one side"
-        assert entry.readers.attempts.keys() <= self._attempts.keys(), f"an attempt that ended reads {entry.unit}"
+        assert entry.is_lent == self.host_cache.is_lent(entry.unit), (
+            f"the store and the host cache disagree whether {entry.unit} is lent"
+        )
+        assert entry.readers.attempts.keys() <= self._attempts.keys(), f"an attempt that has ended reads {entry.unit}"
 
 
 def _remember(memory: OrderedDict[Key, None], key: Key, limit: int) -> None:

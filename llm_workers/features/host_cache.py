@@ -94,7 +94,7 @@ class HostCache:
 
     def check_invariants(self) -> None:
         """Asserts that the bytes are counted right and stay within the budget."""
-        assert not self._features.keys() & self._lent.keys(), "a feature is lent and can be lent"
+        assert not self._features.keys() & self._lent.keys(), "a feature is lent but can be lent again"
         lent_bytes = sum(feature.buffer.nbytes for feature in self._lent.values())
         free_bytes = sum(feature.buffer.nbytes for feature in self._features.values())
         assert (self._lent_bytes, self.used_bytes) == (lent_bytes, lent_bytes + free_bytes), "bytes are counted wrong"
@@ -142,7 +142,7 @@ def is_kept(mode: str, use: FeatureUse) -> bool:
     """Returns whether the feature is kept. The mode `auto` follows the table; `always` and `never` are set by the
     operator and override it. Raises ConfigError for any other mode."""
     if mode not in MODES:
-        raise ConfigError(f"keep_features must be one of {', '.join(MODES)}, not {mode!r}")
+        raise ConfigError(f"worker: keep_features must be one of {', '.join(MODES)}, not {mode!r}")
     return mode == "always" or (mode == "auto" and scenario_of(use) in KEPT)
 
 

@@ -95,7 +95,7 @@ class Receiver:
         for unit, (_, item) in rows.items():
             nbytes = prod(shapes[unit]) * min(DTYPE_TO_BYTES.values())
             if nbytes > total_bytes:
-                message = f"its feature needs at least {nbytes} bytes, a worker's inbox has {total_bytes}"
+                message = f"the feature needs at least {nbytes} bytes, but a worker's inbox has {total_bytes}"
                 raise InvalidMedia(message, param=item.part)
         dispatched = [unit for unit, (_, item) in rows.items() if item.index in request.dispatched_items]
         self._is_at_rest = False
@@ -233,7 +233,7 @@ class Receiver:
             self._land(ready.unit, done.result())
         else:
             name = ready.request_id
-            _LOG.info("pull of %s for %s failed: %s", ready.unit, name, error, extra={"request_id": name})
+            _LOG.info("the pull of %s for %s has failed: %s", ready.unit, name, error, extra={"request_id": name})
             self.store.fail_pull(ready.unit, "lease_lost" if isinstance(error, LeaseLost) else "transfer_failed")
         self.settle()
 
@@ -250,7 +250,7 @@ class Receiver:
         encoder and needs no room in the inbox."""
         reference = self.store.lend(unit)
         feature = self.store.feature(unit)
-        assert feature is not None, "it was lent"
+        assert feature is not None, f"{unit} was lent but is not in memory"
         self._check_all(unit, feature.ticket, "unit_reused")
         if reference is not None:
             self._engine.hold_feature(reference)
@@ -270,9 +270,8 @@ class Receiver:
         if ticket.shape == shape and ticket.nbytes == prod(shape) * DTYPE_TO_BYTES.get(ticket.dtype, 0):
             return True
         found = f"{ticket.shape} {ticket.dtype} in {ticket.nbytes} bytes"
-        self._fail(
-            [attempt], FeatureMismatch(f"the feature of {unit.mm_hash}:{unit.unit} is {found}, planned was {shape}")
-        )
+        message = f"the feature of {unit.mm_hash}:{unit.unit} is {found}, but the plan has shape {shape}"
+        self._fail([attempt], FeatureMismatch(message))
         return False
 
     def _shape(self, item: MediaItem, num_rows: int) -> Shape:

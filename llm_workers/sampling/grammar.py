@@ -53,7 +53,7 @@ class GrammarCompiler:
 
     def _matcher(self, grammar: str) -> LLMatcher:
         if not self._codec.eos_token_ids:
-            raise InvalidRequest("this model names no token that could end a structured output")
+            raise InvalidRequest("the model has no end-of-sequence token, which structured output needs")
         if self._tokenizer is None:
             vocabulary = TokenizerWrapper(_Vocabulary(self._codec, self._vocab_size))
             self._tokenizer = LLTokenizer(vocabulary, eos_token=list(self._codec.eos_token_ids))

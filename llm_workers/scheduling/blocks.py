@@ -97,7 +97,7 @@ class BlockPool:
     def share(self, sequence_id: SequenceId, blocks: Iterable[int]) -> None:
         """Adds references to blocks that a sibling (another choice of the same request) refers to, findable or not."""
         for block in blocks:
-            assert self._references[block], "nobody has it"
+            assert self._references[block], f"no sequence refers to block {block}"
             self._references[block].add(sequence_id)
 
     def touch(self, blocks: SequenceOf[int]) -> None:
@@ -110,14 +110,14 @@ class BlockPool:
     def acquire(self, sequence_id: SequenceId, blocks: Iterable[int]) -> None:
         """Adds references to findable blocks, which leave the free queue."""
         for block in blocks:
-            assert self._block_to_hash[block] is not None, "only what was found can be shared"
+            assert self._block_to_hash[block] is not None, f"block {block} is not findable, so it can't be acquired"
             self._queue.pop(block, None)
             self._references[block].add(sequence_id)
 
     def allocate(self, sequence_id: SequenceId, count: int) -> list[int]:
         """Takes `count` blocks from the front of the free queue and evicts what was cached in them, which it records as
         an event. The caller has checked that `count <= num_free`."""
-        assert count <= len(self._queue), f"{count} blocks of {len(self._queue)}"
+        assert count <= len(self._queue), f"{count} blocks are wanted, but {len(self._queue)} are free"
         blocks = [self._queue.popitem(last=False)[0] for _ in range(count)]
         removed: list[BlockHash] = []
         for block in blocks:
@@ -213,7 +213,7 @@ class BlockPool:
             self._log.append(BlocksStored(parent, tuple(hashes)))
 
     def _remember_hash(self, block: int, block_hash: BlockHash, parent: BlockHash | None) -> None:
-        assert self._block_to_hash[block] is None, "a findable block can't get other content"
+        assert self._block_to_hash[block] is None, f"block {block} is already findable under another hash"
         self._block_to_hash[block] = block_hash
         self._hash_to_block[block_hash] = block
         self._hash_to_parent[block_hash] = parent
@@ -246,18 +246,18 @@ class BlockPool:
         """Asserts, while no sequence refers to a block, that the totals are right and that `count` blocks are
         consistent. Each call checks the blocks that follow those of the call before. So a pool of any size is checked
         in a bounded time per call, and all of it over several calls."""
-        assert len(self._queue) == self.num_blocks, "a block is referenced, or lost, and no sequence is there"
+        assert len(self._queue) == self.num_blocks, "no sequence is there, but a block is referenced or lost"
         assert len(self._hash_to_block) == len(self._hash_to_parent), "findable blocks and their parents differ"
-        assert len(self._block_to_names) <= len(self._hash_to_block), "side tensors of what can't be found"
+        assert len(self._block_to_names) <= len(self._hash_to_block), "a block has side tensors but is not findable"
         for number in range(self._num_checked, self._num_checked + min(count, self.num_blocks)):
             block = number % self.num_blocks
             assert block in self._queue, f"block {block} is not in the free queue"
-            assert not self._references[block], f"block {block} is queued and referenced"
+            assert not self._references[block], f"block {block} is in the free queue but is referenced"
             block_hash = self._block_to_hash[block]
             if block_hash is None:
-                assert block not in self._block_to_names, f"block {block} has side tensors and can't be found"
+                assert block not in self._block_to_names, f"block {block} has side tensors but is not findable"
                 continue
-            assert self._hash_to_block.get(block_hash) == block, f"block {block} is not where its hash says"
+            assert self._hash_to_block.get(block_hash) == block, f"the hash of block {block} leads to another block"
             parent = self._hash_to_parent[block_hash]
             assert parent is None or parent in self._hash_to_block, f"block {block} lost its parent"
         self._num_checked += min(count, self.num_blocks)
@@ -272,14 +272,16 @@ class BlockPool:
                 expected[block].add(sequence_id)
         assert expected == self._references, "references differ from the block tables"
         for block, references in enumerate(self._references):
-            assert (block in self._queue) == (not references), f"block {block}: queued and referenced, or neither"
+            assert (block in self._queue) == (not references), f"block {block} must be either free or referenced"
             block_hash = self._block_to_hash[block]
             assert block_hash is None or self._hash_to_block[block_hash] == block
             owners = {one.attempt_id for one in references}
-            assert block_hash is not None or len(owners) < 2, f"block {block} is shared but can't be found"
+            assert block_hash is not None or len(owners) < 2, f"block {block} is shared but is not findable"
         assert len(self._hash_to_block) == sum(known is not None for known in self._block_to_hash)
         assert self._hash_to_parent.keys() == self._hash_to_block.keys()
-        assert self._block_to_names.keys() <= set(self._hash_to_block.values()), "side tensors of what can't be found"
+        assert self._block_to_names.keys() <= set(self._hash_to_block.values()), (
+            "a block has side tensors but is not findable"
+        )
         for parent in self._hash_to_parent.values():
             assert parent is None or parent in self._hash_to_block, "a findable block lost its parent"
 

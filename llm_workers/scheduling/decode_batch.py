@@ -172,7 +172,7 @@ class DecodeBatch:
         """Asserts, between calls, that exactly those of the `live` sequences that decode plainly have a row, and that
         each row equals its sequence. `live` must hold every live sequence."""
         expected = {one.sequence_id: one for one in live if self._is_used and is_plain(one)}
-        assert expected.keys() == self._id_to_row.keys(), "sequences that decode plainly have no row, or others have"
+        assert expected.keys() == self._id_to_row.keys(), "the rows are not those of the sequences that decode plainly"
         assert self.tenant_to_num == Counter(one.tenant for one in expected.values())
         for row, sequence in enumerate(self.sequences):
             assert expected[self._sequence_ids[row]] is sequence

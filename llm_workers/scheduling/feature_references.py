@@ -105,7 +105,9 @@ class FeatureReferences:
         for unit, num_tokens in unit_to_tokens.items():
             entry = self._entries.get(unit)
             if entry and entry.num_tokens is not None and entry.num_tokens != num_tokens:
-                raise FeatureMismatch(f"unit {unit.unit} has {entry.num_tokens} tokens, not {num_tokens}")
+                raise FeatureMismatch(
+                    f"unit {unit.unit} has {num_tokens} tokens in this request, but {entry.num_tokens} in another"
+                )
 
     # ------------------------------------------------------------ claims of sequences
 
@@ -115,7 +117,7 @@ class FeatureReferences:
         missing: list[UnitKey] = []
         for unit, num_tokens in units.items():
             entry = self._entries.setdefault(unit, _UnitReferences())
-            assert entry.num_tokens in (None, num_tokens), "check_counts comes first"
+            assert entry.num_tokens in (None, num_tokens), "the caller must call check_counts first"
             if sequence_id in entry.needed_by:
                 continue
             entry.num_tokens = num_tokens
@@ -216,9 +218,9 @@ class FeatureReferences:
         assert self.num_readable == len(self.readable_units()), "units are counted wrong"
         needed = {unit: entry.needed_by for unit, entry in self._entries.items() if entry.needed_by}
         assert needed == expected, "claims differ from what the sequences need"
-        assert self._missing.keys() <= sequence_to_units.keys(), "a sequence that left still waits"
+        assert self._missing.keys() <= sequence_to_units.keys(), "a sequence that has left still waits"
         for unit, entry in self._entries.items():
-            assert entry.is_needed or unit in self._maybe_unneeded, f"{unit} is held and no sequence needs it"
+            assert entry.is_needed or unit in self._maybe_unneeded, f"{unit} is held, but no sequence needs it"
             assert entry.references or not entry.is_in_step, f"{unit} is read without a reference"
             assert all(one.unit == unit for one in entry.references), f"{unit} has references to another unit"
 

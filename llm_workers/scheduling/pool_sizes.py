@@ -49,8 +49,8 @@ def shortfalls(
         needed_tokens = min(item.num_tokens + MIN_TEXT_TOKENS, shape.max_model_len - 1)
         if needed_tokens > capacity:
             found.append(
-                f"workers: num_blocks x block_size is {capacity} tokens; the largest {item.modality} takes "
-                f"{item.num_tokens}, with text {needed_tokens}: num_blocks must be at least "
+                f"workers: num_blocks x block_size is {capacity} tokens, but the largest {item.modality} takes "
+                f"{item.num_tokens} tokens, and {needed_tokens} with its text; num_blocks must be at least "
                 f"{-(-needed_tokens // config.block_size)}"
             )
         found += arena_shortfall("workers: inbox_bytes", shape, inbox_bytes, dtype, item)
@@ -64,7 +64,7 @@ def arena_shortfall(name: str, shape: ModelShape, arena_bytes: int, dtype: str, 
     needed_bytes = slot_bytes(feature_bytes(shape, num_tokens, dtype, item.num_levels))
     if arena_bytes - arena_bytes % ALIGNMENT_BYTES >= needed_bytes:
         return []
-    return [f"{name} is {arena_bytes}; one feature of the largest {item.modality} takes {needed_bytes}"]
+    return [f"{name} is {arena_bytes}, but one feature of the largest {item.modality} takes {needed_bytes} bytes"]
 
 
 def arena_room(arena_bytes: int, unit_bytes: int) -> int:

@@ -123,7 +123,7 @@ class PrefillQueue:
         assert self._keys == sorted(self._groups), "the groups are out of order"
         members = [sequence for group in self._groups.values() for sequence in group.members()]
         assert len(members) == len(self._places) == len(self._by_rank)
-        assert set(members) == self._places.keys(), "a sequence is in no group, or in a wrong one"
+        assert set(members) == self._places.keys(), "a sequence is in no group or in a wrong one"
 
     def _count(self, tenant: str, change: int) -> None:
         if not change:

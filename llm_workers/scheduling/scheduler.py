@@ -109,7 +109,7 @@ class Scheduler:
         now_s = self._clock.now()
         attempt_id, layout, sequences = arrival
         if attempt_id in self._roster:
-            raise ProtocolError(f"attempt {attempt_id.attempt} of {attempt_id.request_id} is already here")
+            raise ProtocolError(f"attempt {attempt_id.attempt} of {attempt_id.request_id} is already at this worker")
         self.references.check_counts(layout.unit_to_tokens)
         ended = {one.sequence_id: reason for one in sequences if (reason := one.finish_reason()) is not None}
         running = [one for one in sequences if one.sequence_id not in ended]
@@ -250,7 +250,7 @@ class Scheduler:
     def check_at_rest(self) -> None:
         """Asserts, in production after the last sequence has left, a bounded part of `check_invariants`, which is
         another part at each call. No step may be in flight."""
-        assert not len(self._roster), "a sequence is there"
+        assert not len(self._roster), "a sequence has not left"
         self._pool.check_at_rest(BLOCKS_CHECKED_AT_REST)
         self.references.check_invariants({})
 
@@ -279,7 +279,7 @@ class Scheduler:
     def _refresh(self, sequence_ids: SequenceOf[SequenceId]) -> None:
         for sequence_id in sequence_ids:
             sequence = self._roster.get(sequence_id)
-            assert sequence is not None, "a sequence that left waits for a unit"
+            assert sequence is not None, f"{sequence_id} has left but waits for a unit"
             self._standings.refresh(sequence)
 
 
@@ -395,7 +395,7 @@ class Steps:
     # ------------------------------------------------------------ end
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepEvents:
-        assert not result.not_finite, "what is not finite must not be found by others"
+        assert not result.not_finite, "a step with results that are not finite must not be committed"
         now_s = self._clock.now()
         tokens: list[SequenceTokens] = []
         finished: list[FinishedSequence] = []
@@ -445,8 +445,10 @@ class Steps:
         that the step read can be given away from now on."""
         flying, self._in_flight = self._in_flight, {}
         decoding, self._decoding = self._decoding, []
-        assert flying.keys() == {chunk.sequence_id for chunk in plan.others}, "not the step that is in flight"
-        assert len(decoding) == plan.num_decodes, "not the step that is in flight"
+        assert flying.keys() == {chunk.sequence_id for chunk in plan.others}, (
+            "the plan is not that of the step in flight"
+        )
+        assert len(decoding) == plan.num_decodes, "the plan is not that of the step in flight"
         self._resources.references.end_reads(self._units_in_step)
         self._units_in_step.clear()
         pairs = [(chunk, flying[chunk.sequence_id]) for chunk in plan.others]
@@ -493,7 +495,9 @@ class Steps:
         first_index, end, sampled = sequence.num_generated, chunk.end - chunk.num_drafts, None
         if chunk.sampling is not None:
             token_ids = result.token_ids[chunk.sequence_id]
-            assert tuple(token_ids) == tuple(chunk.accepted(token_ids)), "a wrong draft was built upon"
+            assert tuple(token_ids) == tuple(chunk.accepted(token_ids)), (
+                f"{chunk.sequence_id} has tokens after a wrong draft"
+            )
             num_taken, reason = sequence.take(token_ids)
             end += num_taken - 1
             self._tally.tokens_generated += num_taken

@@ -345,14 +345,19 @@ def _check_runs(runs: tuple[PlaceholderRange, ...], media: tuple[MediaItem, ...]
     end = 0
     for run in runs:
         if run.offset < end or run.length < 1 or run.end > num_tokens:
-            raise ProtocolError(f"placeholders [{run.offset}, {run.end}) overlap or leave the prompt of {num_tokens}")
+            raise ProtocolError(
+                f"placeholders [{run.offset}, {run.end}) are empty, overlap others, or exceed the prompt of "
+                f"{num_tokens} tokens"
+            )
         if not 0 <= run.item < len(media) or media[run.item].index != run.item:
             raise ProtocolError(
-                f"placeholders [{run.offset}, {run.end}) name media item {run.item}, which is not there"
+                f"placeholders [{run.offset}, {run.end}) name media item {run.item}, which the request does not have"
             )
         units = media[run.item].unit_tokens
         if not 0 <= run.unit < len(units) or run.row < 0 or run.row + run.length > units[run.unit]:
-            raise ProtocolError(f"placeholders [{run.offset}, {run.end}) take rows that item {run.item} has not")
+            raise ProtocolError(
+                f"placeholders [{run.offset}, {run.end}) take rows that media item {run.item} does not have"
+            )
         end = run.end
 
 
@@ -363,7 +368,8 @@ def _unit_tokens(media: tuple[MediaItem, ...], units: list[UnitKey]) -> dict[Uni
     for item in media:
         for unit, num_tokens in zip(item.unit_keys(), item.unit_tokens, strict=True):
             if promised.setdefault(unit, num_tokens) != num_tokens:
-                raise FeatureMismatch(f"one medium with {promised[unit]} and with {num_tokens} tokens", param=item.part)
+                message = f"one medium was planned with {promised[unit]} tokens and with {num_tokens} tokens"
+                raise FeatureMismatch(message, param=item.part)
     return {unit: promised[unit] for unit in units}
 
 
@@ -393,7 +399,7 @@ def prepare(
     _check_numbers(request, positions)
     _check_lengths(request, config, max_model_len)
     if unknown := set(request.side_names) - {name for name, _ in config.side_layers}:
-        raise ProtocolError(f"this worker keeps no side tensors {', '.join(sorted(unknown))}")
+        raise ProtocolError(f"this worker does not store the side tensors {', '.join(sorted(unknown))}")
     layout = PromptLayout(request)
     limit = max_total_tokens(config, max_model_len)
     prompt = np.array(request.token_ids, dtype=np.int64)
@@ -431,19 +437,25 @@ def _check_numbers(request: GenerateRequest, positions: Positions) -> None:
     if request.stop.max_tokens < 1:
         raise InvalidRequest(f"max_tokens must be at least 1, not {request.stop.max_tokens}", param="max_tokens")
     if request.emitted and len(request.emitted) != request.num_choices:
-        raise ProtocolError(f"tokens of {len(request.emitted)} choices were sent for {request.num_choices}")
+        raise ProtocolError(
+            f"the request has {request.num_choices} choices, but tokens of {len(request.emitted)} choices"
+        )
     if positions.ids.ndim != 2 or positions.ids.shape[1] != len(request.token_ids):
-        raise ProtocolError(f"positions {positions.ids.shape} for a prompt of {len(request.token_ids)} tokens")
+        raise ProtocolError(
+            f"the positions have shape {positions.ids.shape}, but the prompt has {len(request.token_ids)} tokens"
+        )
 
 
 def _check_lengths(request: GenerateRequest, config: WorkerConfig, max_model_len: int) -> None:
     num_tokens = len(request.token_ids)
     if num_tokens >= max_model_len:
         raise ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens, the context {max_model_len}", param="messages"
+            f"the prompt has {num_tokens} tokens, but the context of the model has {max_model_len}, and the answer "
+            "needs at least one",
+            param="messages",
         )
     if num_tokens >= max_total_tokens(config, max_model_len):
         raise ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens, a worker has room for {config.num_blocks * config.block_size}",
+            f"the prompt has {num_tokens} tokens, but a worker has room for {config.num_blocks * config.block_size}",
             param="messages",
         )

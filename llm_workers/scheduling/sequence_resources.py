@@ -91,7 +91,7 @@ class SequenceResources:
         """Looks up what is findable of a sequence without blocks, new or preempted, and makes its claims agree. Returns
         the units that it newly claims and that are not here. The sequence does not hold the blocks that it hits, but
         they become the last ones to be given away."""
-        assert not len(sequence.table), "it holds blocks"
+        assert not len(sequence.table), f"{sequence.sequence_id} already holds blocks"
         assert not sequence.is_started
         hits = self._find_hits(sequence)
         self.pool.touch(hits)
@@ -136,7 +136,7 @@ class SequenceResources:
         """Makes `sibling`, which holds nothing, refer to the same blocks as `leader`, which has computed the prompt.
         Without tokens of an earlier attempt, the sibling computes the last token again, for its logits. Returns, as
         `admit` does, the units that it newly claims and that are not here."""
-        assert not len(sibling.table), "it holds blocks"
+        assert not len(sibling.table), f"{sibling.sequence_id} already holds blocks"
         num_full = sibling.num_prompt // self._block_size
         # If the leader has filled the last block with tokens of its own and published it, the sibling does not share
         # that block.

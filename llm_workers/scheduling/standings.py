@@ -126,8 +126,8 @@ class Standings:
             opened = None if sequence.is_decoding or self._roster.is_held(sequence) else self._open_of(sequence)
             assert self._open.get(sequence) == opened, f"{sequence.sequence_id}: its open tokens were not refreshed"
             assert (sequence in self.prefills) == (opened is not None)
-            assert sequence.is_started or not len(sequence.table), f"{sequence.sequence_id} waits and holds blocks"
-        assert self._open.keys() <= set(live), "a sequence that left is counted"
+            assert sequence.is_started or not len(sequence.table), f"{sequence.sequence_id} waits but holds blocks"
+        assert self._open.keys() <= set(live), "a sequence that has left is counted"
         sums = [sum(column) for column in zip(*self._open.values(), strict=True)] or [0, 0]
         assert sums == [self._num_tokens, self._num_token_contexts]
         assert self.num_at_doorstep == sum(one.is_at_doorstep for one in live)

@@ -72,7 +72,7 @@ def process_group(invitation: Invitation, store: dist.TCPStore | None = None) ->
     sets torch's default group. Raises ConfigError if this process is in a group already, and RuntimeError if the others
     do not come."""
     if dist.is_initialized():
-        raise ConfigError("this process is a rank of another worker already; one process holds one rank")
+        raise ConfigError("this process is already a rank of another worker; one process can hold only one rank")
     if store is None:
         store = dist.TCPStore(
             invitation.host,
@@ -192,7 +192,7 @@ def decode(data: bytes) -> Message:
     try:
         return _DECODER.decode(data)
     except msgspec.DecodeError as error:
-        raise ProtocolError(f"a rank sent what is no message: {error}") from error
+        raise ProtocolError(f"a rank sent data that is not a message: {error}") from error
 
 
 class RowsLike(NamedTuple):
@@ -224,7 +224,7 @@ def rows_of(header: StepHeader) -> list[RowsLike]:
     """Returns the rows of a step as rank 0 has them. Raises ProtocolError if the block tables do not fit the spans."""
     block_ids = np.frombuffer(header.block_ids, dtype="<i8").astype(np.int64)
     if len(block_ids) != sum(span.num_blocks for span in header.spans):
-        raise ProtocolError("a step's block tables do not fit its rows")
+        raise ProtocolError("the block tables of a step do not fit its rows")
     ends = np.cumsum([span.num_blocks for span in header.spans])
     tables = [block_ids[end - span.num_blocks : end] for end, span in zip(ends, header.spans, strict=True)]
     return [

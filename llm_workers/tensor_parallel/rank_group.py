@@ -96,7 +96,7 @@ class RankGroup:
                 for link in self._links:
                     _expect_ready(link, max(deadline_s - time.monotonic(), _POLL_S))
             except (TimeoutError, LinkClosed, RuntimeError) as error:
-                raise WorkerLost(f"the worker's ranks did not come together: {error}") from error
+                raise WorkerLost(f"the ranks of the worker could not form a group: {error}") from error
             undo.pop_all()
         for link in self._links:
             threading.Thread(target=self._watch, args=(link,), name="weft-rank-watch", daemon=True).start()
@@ -105,9 +105,10 @@ class RankGroup:
     def _welcome(self, deadline_s: float) -> None:
         while len(self._links) < len(self._rank_processes):
             if not all(rank_process.is_alive() for rank_process in self._rank_processes):
-                raise WorkerLost("a rank of the worker ended before it had joined")
+                raise WorkerLost("a rank of the worker ended before it had joined the group")
             if time.monotonic() > deadline_s:
-                raise TimeoutError("a rank did not join in time")
+                limit_s = self._invitation.start_timeout_s
+                raise TimeoutError(f"a rank did not join within {limit_s:g} s")
             link = self._door.accept(_POLL_S)
             if link is not None:
                 self._links.append(link)
@@ -168,7 +169,7 @@ class RankGroup:
         try:
             message: Message = link.receive()
         except (LinkClosed, ProtocolError) as error:
-            self._lose(f"a rank of the worker is gone: {error}")
+            self._lose(f"the worker has lost a rank: {error}")
             return
         said = message.error.message if isinstance(message, RankFailed) else type(message).__name__
         self._lose(f"a rank of the worker failed: {said}")
@@ -189,7 +190,7 @@ def _expect_ready(link: Link, timeout_s: float) -> None:
     if isinstance(message, RankFailed):
         raise message.error.to_error()
     if not isinstance(message, Ready):
-        raise ProtocolError(f"a rank began with {type(message).__name__}")
+        raise ProtocolError(f"the first message of a rank must be Ready, not {type(message).__name__}")
 
 
 # ---------------------------------------------------------------- connections of rank processes
@@ -266,7 +267,7 @@ class Link:
             except TimeoutError:
                 raise
             except OSError as error:
-                raise LinkClosed(f"a rank's connection broke: {error}") from error
+                raise LinkClosed(f"the connection to a rank broke: {error}") from error
             if not part:
                 raise LinkClosed("a rank has closed its connection")
             data += part

@@ -100,10 +100,10 @@ def follow(invitation: Invitation, load: Callable[[], Share]) -> None:
             link.send(Ready())
             _serve(link, share)
     except LinkClosed:
-        _LOG.info("rank %d: rank 0 is gone", invitation.rank)
+        _LOG.info("rank %d ends, because its connection to rank 0 has closed", invitation.rank)
     except Exception as error:
         # This is the loop of a rank process: it reports the error to rank 0, which ends the group and every request.
-        _LOG.exception("rank %d ends", invitation.rank)
+        _LOG.exception("rank %d ends after an error", invitation.rank)
         with suppress(LinkClosed):
             link.send(RankFailed(ErrorInfo.of(error)))
     finally:
@@ -116,7 +116,7 @@ def _serve(link: Link, share: Share) -> None:
         if isinstance(message, Stop):
             return
         if not isinstance(message, StepHeader):
-            raise ProtocolError(f"a rank process takes no {type(message).__name__}")
+            raise ProtocolError(f"a rank process accepts StepHeader and Stop, not {type(message).__name__}")
         _compute(message, share)
 
 

@@ -49,7 +49,7 @@ def test_a_config_that_can_not_hold_one_request_is_refused_with_the_table(tmp_pa
     checked = weft("check", str(small))
     assert checked.returncode == 1
     assert "num_blocks must be at least" in checked.stderr
-    assert "inbox_bytes is 4096; one feature of the largest image takes" in checked.stderr
+    assert "inbox_bytes is 4096, but one feature of the largest image takes" in checked.stderr
     assert ": the config is valid (" not in checked.stdout
     served = weft("serve", "--config", str(small))
     assert served.returncode == 1

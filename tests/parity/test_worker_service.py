@@ -319,6 +319,6 @@ async def test_weights_that_compute_nothing_finite_are_refused_at_the_start() ->
             return loaded().model.logits(hidden) * float("nan")
 
     parts = SimpleNamespace(family=loaded().family, model=Spoilt(), eos_token_ids=())
-    with pytest.raises(ConfigError, match="logits of a made-up prompt are not finite"):
+    with pytest.raises(ConfigError, match="the logits of a test prompt are not finite"):
         async with rig(parts=parts):
             pass

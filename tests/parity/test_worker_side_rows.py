@@ -125,8 +125,8 @@ def test_a_row_that_is_stored_and_not_finite_marks_its_chunk(model: LayeredTiny)
 
 def test_a_layer_that_is_not_there_is_refused(model: LayeredTiny) -> None:
     kv = PagedKV(NUM_LAYERS, 4, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
-    with pytest.raises(ConfigError, match="no such layers"):
+    with pytest.raises(ConfigError, match="layers that the model does not have"):
         make_side_rows(model, kv, (("deep", 99),))
-    with pytest.raises(ConfigError, match="no such layers"):
+    with pytest.raises(ConfigError, match="layers that the model does not have"):
         make_side_rows(TinyModel(), kv, (("low", 0),))
     assert make_side_rows(TinyModel(), kv, ()) is None

@@ -106,7 +106,7 @@ async def test_a_grammar_that_can_not_be_used_ends_its_own_request() -> None:
         refused = await r.service.generate(r.request(OF, sampling=GUIDED))
         assert (refused.error.code, refused.error.message) == (
             InvalidRequest.code,
-            "this worker makes no structured output",
+            "this worker does not support structured output",
         )
         r.service._grammars = GrammarCompiler(loaded().codec, loaded().family.shape.vocab_size)
         bad = await r.service.generate(r.request(OF, sampling=SamplingParams(grammar="{}")))

@@ -85,7 +85,9 @@ def test_where_the_system_does_not_say_what_is_left_the_whole_memory_counts(
 
 async def test_a_worker_without_room_for_its_largest_step_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspace, "bytes_left", lambda device: MIB)
-    with pytest.raises(ConfigError, match=r"a step takes \d+ bytes \(measured\), cpu has 1048576 left"):
+    with pytest.raises(
+        ConfigError, match=r"the largest step takes \d+ bytes \(measured\), but cpu has only 1048576 bytes left"
+    ):
         async with rig(is_workspace_measured=True, max_step_tokens=128):
             pass
 

@@ -39,12 +39,17 @@ def arrive(of: GenerateRequest, config: WorkerConfig = CONFIG) -> Arrival:
             "max_tokens must be at least 1, not 0",
             "max_tokens",
         ),
-        (request("a", 100), ContextLengthExceeded, "the prompt has 100 tokens, the context 100", "messages"),
-        (request("a", 65), ContextLengthExceeded, "the prompt has 65 tokens, a worker has room for 64", "messages"),
+        (
+            request("a", 100),
+            ContextLengthExceeded,
+            "the prompt has 100 tokens, but the context of the model has 100, and the answer needs at least one",
+            "messages",
+        ),
+        (request("a", 65), ContextLengthExceeded, "the prompt has 65 tokens, but a worker has room for 64", "messages"),
         (
             request("a", 5, num_choices=2, emitted=((1,),)),
             ProtocolError,
-            "tokens of 1 choices were sent for 2",
+            "the request has 2 choices, but tokens of 1 choices",
             None,
         ),
     ],
@@ -74,13 +79,16 @@ def run(offset: int, length: int, item: int = 0, unit_index: int = 0, row: int =
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
-        ((run(4, 0),), "placeholders [4, 4) overlap or leave the prompt of 20"),
-        ((run(4, 3), run(6, 1, row=3)), "placeholders [6, 7) overlap or leave the prompt of 20"),
-        ((run(18, 3),), "placeholders [18, 21) overlap or leave the prompt of 20"),
-        ((run(4, 3, item=1),), "placeholders [4, 7) name media item 1, which is not there"),
-        ((run(4, 3, item=-1),), "placeholders [4, 7) name media item -1, which is not there"),
-        ((run(4, 9),), "placeholders [4, 13) take rows that item 0 has not"),
-        ((run(4, 3, unit_index=1),), "placeholders [4, 7) take rows that item 0 has not"),
+        ((run(4, 0),), "placeholders [4, 4) are empty, overlap others, or exceed the prompt of 20 tokens"),
+        (
+            (run(4, 3), run(6, 1, row=3)),
+            "placeholders [6, 7) are empty, overlap others, or exceed the prompt of 20 tokens",
+        ),
+        ((run(18, 3),), "placeholders [18, 21) are empty, overlap others, or exceed the prompt of 20 tokens"),
+        ((run(4, 3, item=1),), "placeholders [4, 7) name media item 1, which the request does not have"),
+        ((run(4, 3, item=-1),), "placeholders [4, 7) name media item -1, which the request does not have"),
+        ((run(4, 9),), "placeholders [4, 13) take rows that media item 0 does not have"),
+        ((run(4, 3, unit_index=1),), "placeholders [4, 7) take rows that media item 0 does not have"),
     ],
 )
 def test_placeholders_that_contradict_the_prompt_are_refused(runs: tuple[PlaceholderRange, ...], message: str) -> None:
@@ -92,14 +100,17 @@ def test_placeholders_that_contradict_the_prompt_are_refused(runs: tuple[Placeho
 
 def test_an_item_with_anothers_index_is_not_there() -> None:
     of = msgspec.structs.replace(request("a", 20, [("picture", 4, 8)]), media=(image("picture", 3, 8),))
-    with pytest.raises(ProtocolError, match="name media item 0, which is not there"):
+    with pytest.raises(ProtocolError, match="name media item 0, which the request does not have"):
         PromptLayout(of)
 
 
 def test_one_medium_of_two_sizes_is_refused_with_its_part() -> None:
     with pytest.raises(FeatureMismatch) as caught:
         PromptLayout(request("a", 40, [("picture", 4, 8), ("picture", 20, 9)]))
-    assert (caught.value.message, caught.value.param) == ("one medium with 8 and with 9 tokens", "messages.0.1")
+    assert (caught.value.message, caught.value.param) == (
+        "one medium was planned with 8 tokens and with 9 tokens",
+        "messages.0.1",
+    )
 
 
 def test_units_are_named_when_their_last_run_ends() -> None:

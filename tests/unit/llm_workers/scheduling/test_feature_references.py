@@ -72,7 +72,7 @@ def test_what_is_claimed_again_in_the_same_pass_is_not_released() -> None:
 def test_another_size_fails_the_newcomer_alone() -> None:
     references = FeatureReferences()
     references.claim(A, {U: 5})
-    with pytest.raises(FeatureMismatch, match="has 5 tokens, not 6"):
+    with pytest.raises(FeatureMismatch, match="has 6 tokens in this request, but 5 in another"):
         references.check_counts({U: 6})
     references.check_counts({U: 5, V: 6})
     references.check_invariants({A: {U}})

@@ -258,11 +258,11 @@ def test_times_of_a_sequence_that_still_stands_at_its_doorstep() -> None:
 def test_contradictions_are_refused_and_nothing_changes() -> None:
     bench = Bench()
     bench.add(request("a", 40, [("image", 10, 5)]))
-    with pytest.raises(ProtocolError, match="already here"):
+    with pytest.raises(ProtocolError, match="is already at this worker"):
         bench.add(request("a", 40))
     with pytest.raises(FeatureMismatch):
         bench.add(request("b", 40, [("image", 10, 6)]))
-    with pytest.raises(ProtocolError, match="overlap or leave"):
+    with pytest.raises(ProtocolError, match="overlap others, or exceed"):
         bench.add(request("c", 40, [("x", 10, 5), ("y", 12, 5)]))
     short = request("d", 40)
     with pytest.raises(ProtocolError, match="positions"):

@@ -140,7 +140,7 @@ def test_a_prompt_that_can_never_fit_is_refused() -> None:
     bench = Bench(num_blocks=4, block_size=4)
     with pytest.raises(ContextLengthExceeded, match="room for 16"):
         bench.add(request("a", 17))
-    with pytest.raises(ContextLengthExceeded, match="the context 4096"):
+    with pytest.raises(ContextLengthExceeded, match="the context of the model has 4096"):
         Bench(num_blocks=1024).add(request("a", 4096))
     bench.add(request("b", 16))
     assert bench.step() == {"b": 16}

@@ -59,7 +59,7 @@ def test_the_smallest_inbox_that_is_enough() -> None:
     needed = slot_bytes(feature_bytes(SHAPE, 100, "bfloat16"))
     assert shortfalls(SHAPE, blocks(64), needed, "bfloat16", [PICTURE]) == []
     (problem,) = shortfalls(SHAPE, blocks(64), needed - 1, "bfloat16", [PICTURE])
-    assert problem.startswith(f"workers: inbox_bytes is {needed - 1}; one feature of the largest image")
+    assert problem.startswith(f"workers: inbox_bytes is {needed - 1}, but one feature of the largest image")
     SlotMemory(needed).reserve(feature_bytes(SHAPE, 100, "bfloat16"))
 
 
@@ -68,7 +68,7 @@ def test_what_the_context_can_not_hold_needs_no_room() -> None:
     needed = slot_bytes(feature_bytes(short, 40, "float32"))
     assert shortfalls(short, blocks(10), needed, "float32", [PICTURE]) == []
     blocks_problem, _ = shortfalls(short, blocks(9), needed - 1, "float32", [PICTURE])
-    assert "the largest image takes 100, with text 40: num_blocks must be at least 10" in blocks_problem
+    assert "the largest image takes 100 tokens, and 40 with its text; num_blocks must be at least 10" in blocks_problem
 
 
 def test_units_travel_alone_and_text_needs_nothing() -> None:

@@ -117,7 +117,7 @@ def test_a_longer_prompt_counts_up_to_the_last_block_that_has_them() -> None:
 
 def test_names_that_nobody_keeps_are_refused() -> None:
     bench = Bench(block_size=4, num_blocks=64, side_layers=(("talker", 2),))
-    with pytest.raises(ProtocolError, match="keeps no side tensors other"):
+    with pytest.raises(ProtocolError, match="does not store the side tensors other"):
         bench.add(request("r", 8, side_names=("other",)))
 
 
