@@ -56,7 +56,8 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
     not have the family's shape or a known dtype, or are not finite, or if there is no sample for `modality`.
     """
     if modality not in MODALITY_TO_SAMPLES:
-        raise ConfigError(f"no sample to calibrate the modality {modality!r} with")
+        known = ", ".join(MODALITY_TO_SAMPLES)
+        raise ConfigError(f"the modality {modality!r} has no sample for the calibration; samples exist for {known}")
     make, sizes = MODALITY_TO_SAMPLES[modality]
     spec: FeatureSpec | None = None
     for size in sizes:
@@ -66,12 +67,17 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
         feature = _forward(model, inputs)[0][0]  # the first run of a size includes compiling and allocating
         spec = FeatureSpec(family.shape.num_levels, family.shape.hidden_size, dtype_name(feature.dtype))
         if spec.dtype not in DTYPE_TO_BYTES:
-            raise ConfigError(f"{modality} features are {spec.dtype}; known dtypes: {', '.join(DTYPE_TO_BYTES)}")
+            known = ", ".join(DTYPE_TO_BYTES)
+            raise ConfigError(f"the {modality} features have dtype {spec.dtype}; supported dtypes are {known}")
         expected = spec.shape(item.unit_tokens[0], item.num_levels)
         if tuple(feature.shape) != expected:
-            raise ConfigError(f"{modality} features are {tuple(feature.shape)}, the family says {expected}")
+            shape = tuple(feature.shape)
+            raise ConfigError(f"the {modality} features have shape {shape}, but the model family plans {expected}")
         if not bool(feature.isfinite().all()):
-            raise ConfigError(f"{modality} features of a sample are not finite: the encoder's weights can't be used")
+            raise ConfigError(
+                f"the {modality} features of a sample are not finite: the encoder's weights can't be used in this "
+                "dtype; try another `model.dtype`"
+            )
         for _ in range(NUM_RUNS):
             costs.observe(modality, item.cost, _forward(model, inputs)[1] + delay_s)
     if not costs.has_spread(modality):
@@ -124,7 +130,7 @@ def try_spectrograms(family: Family, spectrograms: Spectrograms) -> None:
         for inputs, item in zip(spectrograms.units(waveforms), items, strict=True):
             check_inputs(inputs, item)
     except WeftError as error:
-        raise ConfigError(f"spectrograms on the device: {error.message}") from error
+        raise ConfigError(f"the device computes spectrograms that differ from their plan: {error.message}") from error
 
 
 # ------------------------------------------------------------ samples

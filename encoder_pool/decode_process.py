@@ -94,7 +94,7 @@ def _last_units(family: Family, data: bytes, item: MediaItem, on_units: OnUnits)
 
 
 def _too_large(item: MediaItem) -> InvalidMedia:
-    return InvalidMedia("decoding it takes more memory than it may", param=item.part)
+    return InvalidMedia("decoding the medium needs more memory than the limit", param=item.part)
 
 
 class PlanCheck:
@@ -114,20 +114,28 @@ class PlanCheck:
         self._num_patches += unit.num_patches
         if unit.modality != item.modality or unit.grid[1:] != item.grid[1:]:
             raise InvalidMedia(
-                f"decoded into {unit.modality} {unit.grid} where {item.modality} {item.grid} was planned"
+                f"the decoded medium is {unit.modality} of the grid {unit.grid}, but {item.modality} of the grid "
+                f"{item.grid} was planned from its header"
             )
         if unit.pixels.dtype != np.float32:
-            raise EncodeFailed(f"preprocessing gave {unit.pixels.dtype}, not float32")
+            raise EncodeFailed(f"the preprocessed values must have dtype float32, not {unit.pixels.dtype}")
         if self.num_units < len(item.unit_tokens) and unit.grid[0] % self._num_pooled:
-            raise EncodeFailed(f"units cut groups of {self._num_pooled} frames that are to be averaged")
+            raise EncodeFailed(
+                f"a unit has {unit.grid[0]} frames, which cuts a group of {self._num_pooled} frames that are averaged"
+            )
 
     def end(self) -> None:
         """Checks the number of units and patches. Raises InvalidMedia."""
         item = self._item
         if self.num_units != len(item.unit_tokens):
-            raise InvalidMedia(f"decoded into {self.num_units} units where {len(item.unit_tokens)} were planned")
+            raise InvalidMedia(
+                f"the decoded medium has {self.num_units} units, but {len(item.unit_tokens)} were planned from its "
+                "header"
+            )
         if self._num_patches != item.cost:
-            raise InvalidMedia(f"decoded into {self._num_patches} patches where {item.cost} were planned")
+            raise InvalidMedia(
+                f"the decoded medium has {self._num_patches} patches, but {item.cost} were planned from its header"
+            )
 
 
 def check_inputs(inputs: list[EncoderInput], item: MediaItem) -> None:

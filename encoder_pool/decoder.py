@@ -137,7 +137,7 @@ class DecodePool:
                 if error.had_job or error.death is Death.OVERDUE:
                     raise self._verdict(error, item) from error
                 self._num_idle_deaths += 1
-                logger.warning("a decode process died idle (%d in a row)", self._num_idle_deaths)
+                logger.warning("a decode process died while it was idle (%d times in a row)", self._num_idle_deaths)
             finally:
                 self._take_back(process, work, hold)
 
@@ -170,13 +170,14 @@ class DecodePool:
         """Returns the error that says why an item's process ended."""
         if error.death is Death.OUT_OF_CPU:
             limit_s = self._limits.cpu_s(item.modality)
-            return InvalidMedia(f"decoding it takes more than {limit_s:g} s of processor time", param=item.part)
+            message = f"decoding the medium takes more than {limit_s:g} s of processor time"
+            return InvalidMedia(message, param=item.part)
         if error.death is Death.OVERDUE:
             limit_s = self._limits.timeout_s(item.modality)
-            logger.warning("decoding of %s was not done within %g s", item.mm_hash, limit_s)
-            return MachineBusy(f"this machine is too busy to decode it within {limit_s:g} s", param=item.part)
-        logger.warning("a decode process died over %s", item.mm_hash)
-        return DecodeBroke(f"decoding of {item.mm_hash} broke")
+            logger.warning("the decoding of %s did not end within %g s", item.mm_hash, limit_s)
+            return MachineBusy(f"this machine is too busy to decode the medium within {limit_s:g} s", param=item.part)
+        logger.warning("a decode process died while it decoded %s", item.mm_hash)
+        return DecodeBroke(f"the process that decoded {item.mm_hash} has died")
 
     async def _decode_here(self, hold: Hold, data: bytes, item: MediaItem, on_units: OnUnits, is_raw: bool) -> Decoded:
         """Decodes in a thread of this process. The thread can't be ended, so it keeps its memory until it is done."""
@@ -259,7 +260,7 @@ class ByteBudget:
     async def take(self, num_bytes: int) -> Hold:
         """Waits until `num_bytes` are left and no earlier taker waits, then takes them. Callers must not ask for more
         than the whole budget. A cancelled call has taken nothing."""
-        assert num_bytes <= self.num_bytes, "it would wait for ever"
+        assert num_bytes <= self.num_bytes, f"{num_bytes} bytes exceed the whole budget of {self.num_bytes}"
         if self._waiting or not self._fits(num_bytes):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append((num_bytes, turn))

@@ -41,8 +41,8 @@ class DecodeLimits:
 
     def __post_init__(self) -> None:
         limits = (*self.modality_to_cpu_s.values(), *self.modality_to_timeout_s.values())
-        if min(*limits, self.memory_bytes, self.total_bytes) <= 0:
-            raise ConfigError("encoder: limits of decoding must be positive")
+        if (lowest := min(*limits, self.memory_bytes, self.total_bytes)) <= 0:
+            raise ConfigError(f"encoder: every limit of decoding must be positive, but one is {lowest}")
 
     def cpu_s(self, modality: str) -> float:
         return self.modality_to_cpu_s.get(modality, OTHER_CPU_S)
@@ -104,9 +104,12 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         if not self.modalities:
-            raise ConfigError("an encoder needs at least one modality")
+            raise ConfigError("encoder: modalities must name at least one modality")
         if self.num_decode_processes > 0 and not self.model_dir:
-            raise ConfigError("decode processes need model_dir; set it, or num_decode_processes to 0")
+            raise ConfigError(
+                f"encoder: num_decode_processes is {self.num_decode_processes}, but model_dir is empty; set "
+                "model_dir, or set num_decode_processes to 0"
+            )
         positive = (
             "max_batch_cost",
             "max_items_in_flight",
@@ -121,4 +124,4 @@ class EncoderConfig:
                 raise ConfigError(f"encoder: {name} must be positive, not {getattr(self, name)}")
         for name in ("encode_delay_s", "num_decode_processes", "patience"):
             if getattr(self, name) < 0:
-                raise ConfigError(f"encoder: {name} can't be negative")
+                raise ConfigError(f"encoder: {name} must be at least 0, not {getattr(self, name)}")

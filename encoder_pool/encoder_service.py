@@ -64,7 +64,8 @@ class EncoderService:
     ) -> None:
         for modality in config.modalities:
             if modality not in family.max_items:
-                raise ConfigError(f"{family.name} takes no {modality}; it takes {', '.join(family.max_items)}")
+                known = ", ".join(family.max_items) or "only text"
+                raise ConfigError(f"{family.name} does not accept {modality}; it accepts {known}")
         self._member_id = member_id
         self._config = config
         self._family = family
@@ -111,7 +112,7 @@ class EncoderService:
         if not self._is_open:
             return
         self._is_open = False
-        self._pipeline.end_calls(lambda _: True, EncoderLost("the encoder stops"))
+        self._pipeline.end_calls(lambda _: True, EncoderLost("the encoder is stopping"))
         await asyncio.sleep(0)  # this lets the calls return
         assert self._housekeeping is not None
         self._housekeeping.cancel()
@@ -182,13 +183,13 @@ class EncoderService:
         if self._forward.loss is not None:
             raise self._forward.loss
         if self._pipeline.device_queue.forward_s > self._config.max_forward_s:
-            raise EncoderLost(f"the device has not ended a batch within {self._config.max_forward_s:g} s")
+            raise EncoderLost(f"the device has not finished a batch within {self._config.max_forward_s:g} s")
         if not self._forward.is_alive:
             raise EncodeFailed("the forward thread has died")
         if not self._decoder.is_alive:
-            raise EncodeFailed("decode processes can't be started, or die idle")
+            raise EncodeFailed("decode processes can't be started, or die while they are idle")
         if self._housekeeping is not None and self._housekeeping.done():
-            raise EncodeFailed("housekeeping has ended")
+            raise EncodeFailed("the loop that ends expired leases has died")
         if not self._plane.is_alive:
             raise EncoderLost("the message plane has died")
         if not self._source.is_alive:
@@ -201,7 +202,7 @@ class EncoderService:
             self._on_loss()
         self._table.expire()
         for router_id in self._routers.take_expired():
-            logger.warning("the lease of %s has expired; its requests end", router_id)
+            logger.warning("the lease of %s has expired, so its requests end", router_id)
             self._router_left(router_id)
         self._pipeline.end_overdue()
         self._pipeline.pump()
@@ -245,7 +246,9 @@ class EncoderService:
             case SnapshotRequest():
                 self._reporter.send_snapshot(message.address)
             case _:
-                logger.warning("an encoder takes no %s", type(message).__name__)
+                logger.warning(
+                    "the encoder ignores a message of type %s, which it does not handle", type(message).__name__
+                )
 
     def _abort(self, attempt_id: AttemptId) -> None:
         self._pipeline.end_attempt(attempt_id, Aborted("the attempt was aborted"))

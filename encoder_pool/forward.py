@@ -113,7 +113,9 @@ class ForwardThread:
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
         features = self._features([unit.input for unit in units])
         if len(features) != len(units):
-            raise FeatureMismatch(f"the encoder gave {len(features)} features for {len(units)} units")
+            raise FeatureMismatch(
+                f"the encoder must give {len(units)} features, one for each unit, not {len(features)}"
+            )
         return [self._store(unit, feature) for unit, feature in zip(units, features, strict=True)]
 
     def _features(self, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
@@ -122,10 +124,10 @@ class ForwardThread:
         features = self._model.encode(inputs)
         if is_finite(features):
             return features
-        logger.warning("a batch of %d gave numbers that are not finite; it is computed again", len(inputs))
+        logger.warning("the features of a batch of %d are not finite; the batch is computed again", len(inputs))
         features = self._model.encode(inputs)
         if not is_finite(features):
-            raise FloatingPointError("the encoder's numbers are not finite")
+            raise FloatingPointError("the features of the encoder are not finite")
         return features
 
     def _units(self, sounds: Sequence[SoundJob]) -> list[list[EncoderInput]]:
@@ -141,8 +143,8 @@ class ForwardThread:
         assert spec is not None
         expected = spec.shape(unit.num_tokens, unit.num_levels)
         if tuple(feature.shape) != expected or dtype_name(feature.dtype) != spec.dtype:
-            given = f"{tuple(feature.shape)} {dtype_name(feature.dtype)}"
-            return FeatureMismatch(f"the encoder gave {given} where {expected} {spec.dtype} was planned")
+            given = f"shape {tuple(feature.shape)} and dtype {dtype_name(feature.dtype)}"
+            return FeatureMismatch(f"a feature has {given}, but shape {expected} and dtype {spec.dtype} were planned")
         payload = feature.contiguous().view(torch.uint8).reshape(-1)
         torch.from_numpy(unit.buffer).copy_(payload)
         return None
@@ -175,8 +177,8 @@ def fail_alone(
         torch.cuda.empty_cache()
         if len(batch) == 1:
             probe()
-            return [EncodeFailed(f"out of device memory on {name(batch[0])}")]
-        logger.warning("a batch of %d ran out of memory, split: %s", len(batch), error)
+            return [EncodeFailed(f"the encoder's device has too little memory for {name(batch[0])}")]
+        logger.warning("the device has too little memory for a batch of %d, which is split: %s", len(batch), error)
         half = len(batch) // 2
         return fail_alone(work, batch[:half], name, probe) + fail_alone(work, batch[half:], name, probe)
     except Exception as error:

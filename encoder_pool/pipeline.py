@@ -142,7 +142,7 @@ class Pipeline:
         Raises Overloaded or WorkerBackedUp before any work was done, or ProtocolError.
         """
         if len(media) != len(request.items):
-            raise ProtocolError(f"{len(request.items)} items came with {len(media)} media")
+            raise ProtocolError(f"the call has {len(request.items)} items, but the bytes of {len(media)} media")
         if len({item.index for item in request.items}) != len(request.items):
             raise ProtocolError("two items of one request have the same index")
         now_s = self._clock.now()
@@ -196,9 +196,11 @@ class Pipeline:
         """Returns the error for an item that was not done in time; it names the worker or the encoder as the cause."""
         worker_id = waiter.destination.worker_id
         if self._is_beyond_share(waiter):
-            message = f"{worker_id} has not taken within {limit_s:g} s what is held for it, and its share is used up"
+            message = (
+                f"{worker_id} has not read its features within {limit_s:g} s, and its share of the encoder is full"
+            )
             return WorkerBackedUp(message, retry_after_s=retry_after_s)
-        message = f"this encoder is too busy to encode it within {limit_s:g} s"
+        message = f"this encoder is too busy to encode the medium within {limit_s:g} s"
         return MachineBusy(message, retry_after_s=retry_after_s)
 
     def _is_beyond_share(self, waiter: EncodeWaiter) -> bool:
@@ -313,7 +315,7 @@ class Pipeline:
         call = self._number_to_call[waiter.call]
         assert self.device_queue.spec is not None
         if not self._announcer.announce(waiter, key, self.device_queue.spec):
-            self._fail(waiter, WorkerBackedUp(f"{waiter.destination.worker_id} takes no announcements"))
+            self._fail(waiter, WorkerBackedUp(f"{waiter.destination.worker_id} does not accept announcements"))
             return False
         waiter.missing.remove(key.unit)
         self._trace(call, "unit_announced", {"item": waiter.item.index, "unit": key.unit})
@@ -405,7 +407,7 @@ class Pipeline:
         """Ends a job that failed although the item is not known to be at fault; each waiter has one more try."""
         for waiter in self.jobs.end(job):
             if waiter.num_retries_left == 0:
-                self._fail(waiter, EncodeFailed("decoding this item ends the process it runs in"))
+                self._fail(waiter, EncodeFailed("decoding the medium crashes the process that decodes it"))
                 continue
             waiter.num_retries_left -= 1
             self.jobs.join(waiter)

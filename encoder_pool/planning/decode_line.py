@@ -47,14 +47,15 @@ def refusal(
     """Returns an error if this encoder can never encode the item, and None if it can. `max_decode_bytes` is the memory
     that all items together may take while they are decoded."""
     if item.modality not in modalities:
-        return UnsupportedModality(f"this encoder has not loaded {item.modality}")
+        known = ", ".join(modalities)
+        return UnsupportedModality(f"this encoder does not encode {item.modality}; it encodes {known}")
     if not item.unit_tokens or min(item.unit_tokens) < 1 or item.cost < 1:
-        return ProtocolError("an item was planned without tokens")
+        return ProtocolError(f"every unit of item {item.index} must have tokens, and the item must have a cost")
     nbytes = spec.nbytes(max(item.unit_tokens), item.num_levels)
     if nbytes > arena_bytes:
-        return UnitTooLarge(f"a feature of {nbytes} bytes never fits the arena of {arena_bytes}")
+        return UnitTooLarge(f"a feature takes {nbytes} bytes, but the encoder's arena has only {arena_bytes}")
     if item.decode_bytes > max_decode_bytes:
-        message = f"decoding it takes {item.decode_bytes} bytes of memory, and all items together have "
+        message = f"decoding the medium takes {item.decode_bytes} bytes of memory, but all media together have only "
         return InvalidMedia(f"{message}{max_decode_bytes}", param=item.part)
     return None
 
@@ -81,11 +82,15 @@ def check_budget(
     if not new_cost:
         return
     if queued_cost and queued_cost + new_cost > max_queue_cost:
-        message = f"{queued_cost} patches wait; {new_cost} more would pass the budget of {max_queue_cost}"
+        message = (
+            f"{queued_cost} patches wait at this encoder, and {new_cost} more exceed its limit of {max_queue_cost}"
+        )
         raise Overloaded(message, retry_after_s=max(0.1, jobs.queued_s))
     held_cost = jobs.queued_cost_of(sharing_worker_id) if sharing_worker_id is not None else 0
     if not is_within_share(held_cost, new_cost, max_queue_cost - queued_cost):
-        message = f"{held_cost} patches wait for {sharing_worker_id}; {new_cost} more would pass its share"
+        message = (
+            f"{held_cost} patches of {sharing_worker_id} wait at this encoder, and {new_cost} more exceed its share"
+        )
         raise WorkerBackedUp(message)
 
 

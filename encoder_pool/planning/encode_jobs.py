@@ -336,8 +336,8 @@ class EncodeJobs:
         worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
         queued: set[tuple[JobStage, int]] = set()
         for job in self:
-            assert job.unit_to_cost, "a job with nothing to make must end"
-            assert job.waiters or job.forwarding, "a job lives by its waiters"
+            assert job.unit_to_cost, "a job without units to make must end"
+            assert job.waiters or job.forwarding, "a job must have waiters, or units in a forward pass"
             assert job.forwarding <= job.unit_to_cost.keys()
             assert not job.forwarding & job.unit_to_input.keys()
             assert job.unit_to_input.keys() <= job.unit_to_cost.keys()
@@ -371,7 +371,7 @@ class EncodeJobs:
                 for call in queue.in_order():
                     assert self._call_to_waiting[call].worker_id == worker_id
                     queued.remove((stage, call))
-        assert not queued, f"in no queue: {queued}"
+        assert not queued, f"these calls are in no queue: {queued}"
 
     # ------------------------------------------------------------ ranks
 

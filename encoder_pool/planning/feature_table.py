@@ -101,7 +101,7 @@ class FeatureTable:
         its room at the latest when the present leases in that range have ended. Raises UnitTooLarge for a unit that can
         never fit.
         """
-        assert unit not in self._unit_to_entry, f"{unit} has its memory already"
+        assert unit not in self._unit_to_entry, f"{unit} already has memory in the arena"
         slot = self._allocate(nbytes)
         if slot is None and is_due:
             slot = self._allocate_claimed(unit, nbytes)
@@ -208,7 +208,7 @@ class FeatureTable:
         for slot_id, entry in self._set_aside.items():
             assert entry.slot.slot_id == slot_id
             assert entry.is_set_aside
-            assert entry.leases, "what was set aside goes with its last lease"
+            assert entry.leases, "a feature that was set aside must have leases"
         entries = [(next(iter(entry.leases)).unit, entry) for entry in self._set_aside.values()]
         for unit, entry in [*self._unit_to_entry.items(), *entries]:
             assert (entry.state is FeatureState.STAGED) == bool(entry.leases), f"{unit}: {entry.state} {entry.leases}"

@@ -93,7 +93,7 @@ async def test_media_are_planned_as_asked_and_the_answer_names_what_was_reduced(
         assert 0 < tokens(smaller, "image") < tokens(whole, "image")
         (told,) = smaller["weft"]["degraded"]
         assert (told["part"], told["action"], told["reason"]) == ("messages.0.content.0", "reduced", "encode_failed")
-        assert "out of device memory" in told["message"]
+        assert "too little memory for a unit of" in told["message"]
         tight.max_patches = 0
         without = await ask(client, picture, "?", on_encode_failure="text_only", cache_salt="not cached")
         assert tokens(without, "image") == 0

@@ -198,7 +198,7 @@ async def test_an_item_that_takes_more_than_all_may_is_refused_undecoded(family:
         assert small is None
         assert large is not None
         assert (large.code, large.param) == ("invalid_media", "messages.0.content.1")
-        assert "all items together have 536870912" in large.message
+        assert "all media together have only 536870912" in large.message
         assert bench.service.report().items_decoded == 1
 
 

@@ -57,7 +57,7 @@ def test_an_item_beyond_the_whole_decode_budget_is_refused_before_anything_queue
     assert large.error is not None
     assert (large.error.code, large.error.param) == ("invalid_media", "part.1.0")
     assert f"takes {rig.TOTAL_BYTES + 1} bytes" in large.error.message
-    assert f"have {rig.TOTAL_BYTES}" in large.error.message
+    assert f"have only {rig.TOTAL_BYTES}" in large.error.message
     machine.teardown()
 
 

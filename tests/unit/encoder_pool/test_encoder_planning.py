@@ -230,9 +230,9 @@ class TestAdmission:
             assert (
                 error.message
                 == {
-                    "unsupported_modality": "this encoder has not loaded video",
-                    "protocol_error": "an item was planned without tokens",
-                    "unit_too_large": "a feature of 1088 bytes never fits the arena of 1024",
+                    "unsupported_modality": "this encoder does not encode video; it encodes image",
+                    "protocol_error": "every unit of item 0 must have tokens, and the item must have a cost",
+                    "unit_too_large": "a feature takes 1088 bytes, but the encoder's arena has only 1024",
                 }[code]
             )
         assert refusal(item("a", units=(16,)), ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100) is None
@@ -241,7 +241,7 @@ class TestAdmission:
         large = msgspec.structs.replace(item("a"), decode_bytes=101)
         error = refusal(large, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=100)
         assert isinstance(error, InvalidMedia)
-        assert error.message == "decoding it takes 101 bytes of memory, and all items together have 100"
+        assert error.message == "decoding the medium takes 101 bytes of memory, but all media together have only 100"
         assert error.param == large.part
         assert refusal(large, ("image",), SPEC, arena_bytes=1024, max_decode_bytes=101) is None
 
