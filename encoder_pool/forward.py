@@ -108,7 +108,7 @@ class ForwardThread:
         batch = [self._probe_inputs]
         (outcome,) = fail_alone(lambda samples: [*map(self._features, samples)], batch, lambda _: "a harmless sample")
         if isinstance(outcome, WeftError):
-            raise EncoderLost(f"the encoder's device fails every forward ({outcome.message})") from outcome
+            raise EncoderLost(f"the encoder's device fails every forward pass ({outcome.message})") from outcome
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
         features = self._features([unit.input for unit in units])
@@ -185,9 +185,10 @@ def fail_alone(
         # This is one batch of the loop of the forward thread: one bad element must not affect the others. The error in
         # its place ends the items of the requests that wait for it.
         if len(batch) == 1:
-            logger.exception("%s failed in the encoder", name(batch[0]))
+            logger.exception("the encoder failed on %s", name(batch[0]))
             if not isinstance(error, WeftError):
                 probe()
-            return [error if isinstance(error, WeftError) else EncodeFailed(f"encoder: {type(error).__name__}")]
-        logger.warning("a batch of %d failed, each is tried alone: %r", len(batch), error)
+            failed = EncodeFailed(f"the encoder failed on {name(batch[0])} ({type(error).__name__})")
+            return [error if isinstance(error, WeftError) else failed]
+        logger.warning("a batch of %d failed, so each of its elements is tried alone: %r", len(batch), error)
         return [fail_alone(work, [one], name, probe)[0] for one in batch]

@@ -161,7 +161,7 @@ class RankGroup:
             # This is one step of the engine's loop. After any error the ranks are out of step, and no later result can
             # be right. The engine's thread logs the error and ends every request.
             self._lose(f"a step of the worker's ranks failed ({type(error).__name__})")
-            raise WorkerLost(self._lost or "a rank is gone") from error
+            raise WorkerLost(self._lost or "the worker has lost a rank") from error
 
     def _watch(self, link: Link) -> None:
         """Waits, in a thread of its own, for a message of one rank process: after its start a rank process sends one
