@@ -28,7 +28,7 @@ def test_only_a_file_that_may_be_absent_is_empty(tmp_path: Path) -> None:
     [
         (b"{", r"can't read .*config\.json"),
         (b"\xff\xfe\xff", r"can't read .*config\.json"),
-        (b"[]", r"config\.json must contain a JSON object"),
+        (b"[]", r"config\.json must contain a JSON object, not a value of type list"),
     ],
 )
 def test_a_broken_file_is_named_whether_or_not_it_may_be_absent(tmp_path: Path, content: bytes, message: str) -> None:
