@@ -3,15 +3,14 @@ Sounds from which the device makes units share the same queue.
 
 The device runs one batch at a time, and a running batch can't be stopped. A *job* is one medium on its way through
 the encoder; its units wait here after they are decoded. The device queue lives in the pipeline's event loop.
-`DeviceTally` sums what the device has done, and `BusyTime` measures how much of the time it is busy. The module knows
-nothing of calls: the pipeline informs the calls that wait for a unit or a sound.
+`BusyTime` measures how much of the time the device is busy. The module knows nothing of calls: the pipeline informs the
+calls that wait for a unit or a sound.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import chain
 from math import inf
 
@@ -33,7 +32,7 @@ from encoder_pool.planning import (
     choose_batch,
     choose_sounds,
 )
-from fabric.contracts import Clock, MemberId, UnitKey, UnitTooLarge, WeftError
+from fabric.contracts import Clock, DeviceStats, MemberId, UnitKey, UnitTooLarge, WeftError
 from fabric.transport import SourceSlot
 from modalities.family import EncoderInput
 
@@ -69,7 +68,9 @@ class DeviceQueue:
         """Holds the units that are in the forward pass now; it is empty when there is none."""
         self.costs = ForwardCosts()
         self.busy = BusyTime()
-        self.tally = DeviceTally()
+        self.stats = DeviceStats()
+        self.preprocess_s = 0.0
+        """Sums the time in which the device made units of sounds."""
 
     @property
     def forward_s(self) -> float:
@@ -111,7 +112,7 @@ class DeviceQueue:
 
     def _sound_batch_ended(self, jobs: list[EncodeJob], result: SoundResult, done: Callable[[], None]) -> None:
         self._end()
-        self.tally.preprocess_s += result.seconds
+        self.preprocess_s += result.seconds
         for job, outcome in zip(jobs, result.outcomes, strict=True):
             self._sound_ended(job, outcome, result.seconds)
         done()
@@ -214,7 +215,7 @@ class DeviceQueue:
         self.batch = []
         self._end()
         cost = sum(unit.cost for unit in batch)
-        self.tally.batch_ended(len(batch), cost, result.seconds)
+        self.stats.batch_ended(len(batch), cost, result.seconds)
         if not any(result.errors):
             self.costs.observe(batch[0].modality, cost, result.seconds, self._clock.now())
         keys = [unit.key for unit in batch]
@@ -232,28 +233,7 @@ class DeviceQueue:
         done()
 
 
-# ------------------------------------------------------------ what the device has done
-
-
-@dataclass(slots=True)
-class DeviceTally:
-    """Keeps sums over the life of a device queue, for reports. The sums only grow. Seconds are of wall time."""
-
-    num_batches: int = 0
-    """Counts the forward passes."""
-    num_units: int = 0
-    """Counts the units that went through a forward pass."""
-    encoded_cost: int = 0
-    """Sums the cost of these units."""
-    forward_s: float = 0.0
-    preprocess_s: float = 0.0
-    """Sums the time in which the device made units of sounds."""
-
-    def batch_ended(self, num_units: int, cost: int, seconds: float) -> None:
-        self.num_batches += 1
-        self.num_units += num_units
-        self.encoded_cost += cost
-        self.forward_s += seconds
+# ------------------------------------------------------------ the busy time
 
 
 class BusyTime:

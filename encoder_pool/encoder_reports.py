@@ -9,6 +9,7 @@ The module knows nothing of what routers do with the numbers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning import CostEstimate, FeatureLog, FeatureTable
@@ -62,24 +63,21 @@ def encoder_report(
     max_in_flight: int,
 ) -> EncoderReport:
     """Returns the report and changes nothing. Its sums cover the whole life of the parts."""
-    usage, jobs = table.usage(), pipeline.jobs
-    items, device = pipeline.tally, pipeline.device_queue.tally
+    jobs, device = pipeline.jobs, pipeline.device_queue
     costs, mixed = pipeline.costs, pipeline.costs.mixed()
+    items = copy(pipeline.stats)
+    items.preprocess_s += device.preprocess_s
     return EncoderReport(
         encoder_id=encoder_id,
         epoch=epoch,
         seq=seq,
         acknowledged=acknowledged,
+        items=items,
+        device=copy(device.stats),
+        arena=table.usage(),
         num_queued=jobs.totals.num_units_queued,
         queued_cost=jobs.totals.queued_cost,
         num_encoding=pipeline.num_encoding,
-        arena_bytes_used=usage.used_bytes,
-        arena_bytes_cached=usage.cached_bytes,
-        arena_bytes_total=usage.total_bytes,
-        num_leases=usage.num_leases,
-        items_encoded=items.num_items_encoded,
-        batches=device.num_batches,
-        cache_hits=items.num_cache_hits,
         encode_s_per_cost=mixed.seconds_per_cost,
         batch_overhead_s=mixed.overhead_s,
         costs=tuple(_encode_cost(modality, costs.estimate(modality)) for modality in costs.modalities),
@@ -89,24 +87,7 @@ def encoder_report(
         num_in_flight=jobs.totals.num_in_flight,
         max_in_flight=max_in_flight,
         num_decoding=pipeline.num_decoding,
-        busy_fraction=pipeline.device_queue.busy.fraction,
-        num_features_encoding=usage.num_encoding,
-        num_features_cached=usage.num_cached,
-        num_features_staged=usage.num_staged,
-        arena_bytes_encoding=usage.encoding_bytes,
-        items_received=items.num_items,
-        items_failed=items.num_items_failed,
-        items_decoded=items.num_decoded,
-        decode_s=items.decode_s,
-        forward_s=device.forward_s,
-        batch_units=device.num_units,
-        batch_cost=device.encoded_cost,
-        transfers=table.sums.num_transfers,
-        transfer_s=table.sums.transfer_s,
-        cache_hit_bytes=items.cache_hit_bytes,
-        evictions=table.sums.num_evictions,
-        evicted_bytes=table.sums.evicted_bytes,
-        preprocess_s=items.preprocess_s + device.preprocess_s,
+        busy_fraction=device.busy.fraction,
     )
 
 

@@ -15,7 +15,6 @@ import asyncio
 import heapq
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
@@ -44,6 +43,7 @@ from fabric.contracts import (
     EncodeFailed,
     EncodeRequest,
     EncodeResult,
+    ItemStats,
     MachineBusy,
     MediaItem,
     MemberId,
@@ -96,7 +96,7 @@ class Pipeline:
         """Holds, by worker, the waiters with a ready unit whose lease would exceed the worker's share of the
         arena."""
         self.jobs = EncodeJobs(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
-        self.tally = ItemTally()
+        self.stats = ItemStats()
         ended = (self._unit_ended, self._sound_ended)
         self.device_queue = DeviceQueue(config, self.jobs, table, forward, clock, ended)
         room = DecodeRoom(
@@ -253,8 +253,8 @@ class Pipeline:
             max_decode_bytes = self._config.decode_limits.total_bytes
             if error := refusal(item, self._config.modalities, spec, arena_bytes, max_decode_bytes):
                 call.fail(item, error)
-                self.tally.num_items += 1
-                self.tally.num_items_failed += 1
+                self.stats.num_received += 1
+                self.stats.num_failed += 1
             else:
                 wanted.setdefault(item.mm_hash, (item, data))
         items = [item for item, _ in wanted.values()]
@@ -263,13 +263,13 @@ class Pipeline:
         return list(wanted.values())
 
     def _follow(self, call: Call, item: MediaItem, data: bytes) -> None:
-        self.tally.num_items += 1
+        self.stats.num_received += 1
         waiter = waiter_of(call.request, call.turn, item, data, self._clock.now())
         call.waiters.append(waiter)
         if self._enter(waiter):
             assert self.device_queue.spec is not None
-            self.tally.num_cache_hits += 1
-            self.tally.cache_hit_bytes += self.device_queue.spec.nbytes(item.num_tokens, item.num_levels)
+            self.stats.num_cache_hits += 1
+            self.stats.cache_hit_bytes += self.device_queue.spec.nbytes(item.num_tokens, item.num_levels)
             call.succeed(waiter, self._clock.now(), is_cache_hit=True)
 
     def _enter(self, waiter: EncodeWaiter) -> bool:
@@ -329,7 +329,7 @@ class Pipeline:
 
     def _fail(self, waiter: EncodeWaiter, error: WeftError) -> None:
         self._number_to_call[waiter.call].fail(waiter.item, error)
-        self.tally.num_items_failed += 1
+        self.stats.num_failed += 1
         self._leave(waiter)
 
     def _leave(self, waiter: EncodeWaiter) -> None:
@@ -368,9 +368,9 @@ class Pipeline:
             logger.exception("decoding of %s failed", job.item.mm_hash, extra={"request_id": names})
             self._fail_job(job, EncodeFailed(f"decoding failed ({type(error).__name__})"))
         else:
-            self.tally.num_decoded += 1
-            self.tally.decode_s += decoded.decode_s
-            self.tally.preprocess_s += decoded.preprocess_s
+            self.stats.num_decoded += 1
+            self.stats.decode_s += decoded.decode_s
+            self.stats.preprocess_s += decoded.preprocess_s
             for waiter in job.waiters:
                 waiter.decode_s, waiter.preprocess_s = decoded.decode_s, decoded.preprocess_s
             if decoded.waveform is None:
@@ -430,7 +430,7 @@ class Pipeline:
         self._table.waiters_informed(key)
         job = self.jobs.forward_ended(key)
         if job is not None:
-            self.tally.num_items_encoded += error is None and not job.is_broken
+            self.stats.num_encoded += error is None and not job.is_broken
             self._job_ended(job)
 
     def _deliver(self, waiter: EncodeWaiter, key: UnitKey, error: WeftError | None) -> None:
@@ -449,20 +449,3 @@ class Pipeline:
 
     def _trace(self, call: Call, name: str, detail: dict[str, object]) -> None:
         call.trace.append(TraceEvent(self._clock.now(), self._encoder_id, name, detail))
-
-
-@dataclass(slots=True)
-class ItemTally:
-    """Keeps sums over the items of a pipeline's life, for reports. The sums only grow. Seconds are of wall time."""
-
-    num_items: int = 0
-    """Counts the items that calls ask for; a content that occurs several times in one call counts once."""
-    num_items_encoded: int = 0
-    num_items_failed: int = 0
-    """Counts the failed items, refused ones included; an item counts once for each call that asks for it."""
-    num_cache_hits: int = 0
-    cache_hit_bytes: int = 0
-    num_decoded: int = 0
-    decode_s: float = 0.0
-    preprocess_s: float = 0.0
-    """Sums the preprocessing time in decode processes."""

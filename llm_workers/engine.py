@@ -25,6 +25,7 @@ from fabric.contracts import (
     AttemptId,
     Clock,
     EngineFailed,
+    EngineStats,
     ErrorInfo,
     GenerateRequest,
     InvalidRequest,
@@ -45,7 +46,6 @@ from llm_workers.scheduling import (
     FeatureReference,
     Guide,
     Scheduler,
-    SchedulerStats,
     StepPlan,
     StepResult,
 )
@@ -82,7 +82,7 @@ class Engine:
     def start(self) -> None:
         self._thread.start()
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> EngineStats:
         """Returns the scheduler's numbers. Call it before `start` only; afterwards the scheduler belongs to the engine
         thread, and the updates deliver the numbers."""
         return self._scheduler.stats()

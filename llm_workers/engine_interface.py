@@ -12,7 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from fabric.contracts import AttemptId, BlocksStored, GenerateRequest, KvEvent, SequenceId, UnitKey, WeftError
+from fabric.contracts import (
+    AttemptId,
+    BlocksStored,
+    EngineStats,
+    GenerateRequest,
+    KvEvent,
+    SequenceId,
+    UnitKey,
+    WeftError,
+)
 from llm_workers.features import FeatureEngine
 from llm_workers.scheduling import (
     AdmittedSequences,
@@ -20,7 +29,6 @@ from llm_workers.scheduling import (
     NeededUnit,
     Reads,
     ReleasedFeature,
-    SchedulerStats,
     SequenceTimes,
     StepCosts,
     StepEvents,
@@ -70,7 +78,7 @@ class WorkerEngine(FeatureEngine, Protocol):
         `BlockSnapshot`, and it delivers all earlier events of the cache."""
         ...
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> EngineStats:
         """Returns the engine's numbers before its first turn; call it before `start` only. Later numbers come with the
         updates."""
         ...
@@ -131,7 +139,7 @@ class Update:
     kv_first_seq: int = 0
     kv_events: list[KvEvent] = field(default_factory=list)
     snapshots: list[BlockSnapshot] = field(default_factory=list)
-    stats: SchedulerStats | None = None
+    stats: EngineStats | None = None
     at_s: float = 0.0
     death: WeftError | None = None
 

@@ -1,16 +1,14 @@
-"""Builds the reports with the worker's gauges for the routers. This module knows nothing of the receivers of the
+"""Builds the worker's reports for the routers. This module knows nothing of the receivers of the
 reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from fabric.contracts import AttemptId, MemberId, WorkerReport
-from fabric.transport import FeatureSink
+from fabric.contracts import AttemptId, EngineStats, FeatureStats, MemberId, WorkerReport
 from llm_workers.engine_interface import Update
-from llm_workers.features import HostCache
-from llm_workers.scheduling import SchedulerStats, StepCosts
+from llm_workers.scheduling import StepCosts
 from llm_workers.worker_config import WorkerConfig
 
 _NEW_SHARE = 0.1
@@ -25,12 +23,12 @@ class WorkerReporter:
         self,
         member_id: MemberId,
         config: WorkerConfig,
-        stats: SchedulerStats,
-        sink: FeatureSink,
-        host_cache: HostCache,
+        engine_stats: EngineStats,
+        feature_stats: Callable[[], FeatureStats],
     ) -> None:
-        self._member_id, self._config, self._stats = member_id, config, stats
-        self._sink, self._host_cache = sink, host_cache
+        """Begins with `engine_stats`, which the engine's updates replace, and reads `feature_stats` for each report."""
+        self._member_id, self._config = member_id, config
+        self._engine_stats, self._feature_stats = engine_stats, feature_stats
         self._admitted: dict[AttemptId, None] = {}
         self._seq = 0
         self.epoch = 0
@@ -43,7 +41,7 @@ class WorkerReporter:
     def take(self, update: Update) -> None:
         """Takes the update of one turn of the engine."""
         if update.stats is not None:
-            self._stats = update.stats
+            self._engine_stats = update.stats
         for admitted in update.admitted:
             self._admitted[admitted.attempt] = None
         if update.step_work is not None:
@@ -61,23 +59,18 @@ class WorkerReporter:
     def report(self) -> WorkerReport:
         """Returns the next report. It acknowledges the attempts that were admitted and not forgotten since."""
         self._seq += 1
-        usage = self._sink.usage()
         return WorkerReport(
             worker_id=self._member_id,
             epoch=self.epoch,
             seq=self._seq,
             acknowledged=tuple(self._admitted),
-            inbox_bytes_used=usage.used_bytes,
-            inbox_bytes_total=usage.total_bytes,
-            num_quarantined=usage.num_quarantined,
+            engine=self._engine_stats,
+            features=self._feature_stats(),
             prefill_s_per_token=self.costs.s_per_token,
             step_overhead_s=self.costs.overhead_s,
-            kept_bytes_used=self._host_cache.used_bytes,
-            num_kept_hits=self._host_cache.num_hits,
             decode_s_per_sequence=self.costs.s_per_decode,
             residence_s=self._residence_s,
             max_step_tokens=self._config.max_step_tokens,
             max_sequences=self._config.max_sequences,
             is_lost=self.is_lost,
-            **self._stats._asdict(),
         )

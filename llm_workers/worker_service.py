@@ -76,7 +76,7 @@ class WorkerService:
         levels = (family.shape.num_levels, family.shape.hidden_size)
         self._receiver = Receiver(endpoint, config, levels, self._engine, listener)
         self._routers = RouterTable(plane, clock)
-        self._reporter = WorkerReporter(member_id, config, self._engine.stats(), sink, self._receiver.store.host_cache)
+        self._reporter = WorkerReporter(member_id, config, self._engine.stats(), self._receiver.stats)
         self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None

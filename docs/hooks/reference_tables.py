@@ -1,8 +1,9 @@
 """Writes the reference tables of the documentation from the code: the config keys, the metrics and the errors.
 
 Everything that the documentation takes from the product is imported here and nowhere else, so a module that moves
-changes one line of this file. Meanings come from the docstrings under the fields, and from those of the error classes.
-The module knows nothing of MkDocs; each of its public functions returns Markdown or plain rows.
+changes one line of this file. The meanings of keys come from the docstrings under the fields, those of errors from the
+docstrings of the classes, and those of metrics from their help texts. The module knows nothing of MkDocs; each of its
+public functions returns Markdown or plain rows.
 """
 
 from __future__ import annotations
@@ -22,10 +23,8 @@ from pydantic import BaseModel
 
 from deploy import config as cluster_config
 from fabric.contracts import errors
-from fabric.contracts import messages as reports
 from router.api import status_of
 from router.observe import PlannerSeries, RouterMetrics
-from router.observe.router_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES
 
 EXAMPLES = Path(cluster_config.__file__).parent / "configs"
 
@@ -233,11 +232,10 @@ def metric_rows() -> list[MetricRow]:
     no_keys = SimpleNamespace(num_keys=0, num_out_of_step=0, num_refused=0)
     no_cluster = SimpleNamespace(accuracy=dict, prefix_stats=lambda: no_keys, feature_stats=lambda: no_keys)
     metrics.registry.register(PlannerSeries(cast(Any, no_cluster)))
-    meanings = _report_meanings()
     rows = []
     for family, labels in _families(metrics.registry):
         name = family.name + ("_total" if family.type == "counter" else "")
-        rows.append(MetricRow(name, family.type, labels, meanings.get(name, family.documentation)))
+        rows.append(MetricRow(name, family.type, labels, family.documentation))
     return rows
 
 
@@ -248,25 +246,6 @@ def _families(registry: CollectorRegistry) -> Iterator[tuple[Metric, tuple[str, 
         for family in collector.collect():
             owner = family if hasattr(family, "_labelnames") else collector
             yield family, tuple(getattr(owner, "_labelnames", ()))
-
-
-def _report_meanings() -> dict[str, str]:
-    """Maps the metrics of members to the docstrings of the fields of their reports. Where a docstring names another
-    field, its metric takes the place of that name."""
-    found = {}
-    for kind, report, gauges, counters in (
-        ("worker", reports.WorkerReport, WORKER_GAUGES, WORKER_COUNTERS),
-        ("encoder", reports.EncoderReport, ENCODER_GAUGES, ENCODER_COUNTERS),
-    ):
-        docstrings = field_docstrings(report)
-        field_to_metric = {field: f"weft_{kind}_{name}" for field, name in gauges.items()}
-        field_to_metric |= {field: f"weft_{kind}_{name}_total" for field, name in counters.items()}
-        for field, metric in field_to_metric.items():
-            text = docstrings.get(field, "")
-            for other, name in field_to_metric.items():
-                text = text.replace(f"`{other}`", f"`{name}`")
-            found[metric] = text
-    return found
 
 
 METRIC_GROUPS = {

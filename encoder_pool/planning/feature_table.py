@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import KeysView
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import groupby
 from typing import NamedTuple
 
 from encoder_pool.planning.call_queue import is_within_share
-from fabric.contracts import ArenaFull, AttemptId, Clock, FeatureEvents, MemberId, MmHash, UnitKey
+from fabric.contracts import ArenaFull, ArenaStats, AttemptId, Clock, FeatureEvents, MemberId, MmHash, UnitKey
 from fabric.transport import FeatureSource, LeaseTable, SourceSlot
 
 
@@ -59,7 +60,8 @@ class FeatureTable:
         """Holds the known workers, with or without leases; a worker that holds a lease counts too."""
         self._state_to_bytes: Counter[FeatureState] = Counter()
         self._state_to_count: Counter[FeatureState] = Counter()
-        self.sums = TableSums()
+        self._stats = ArenaStats()
+        """Holds the sums over the life of the table; `usage` adds the gauges to a copy."""
 
     def is_ready(self, unit: UnitKey) -> bool:
         """Returns whether the unit can be leased now."""
@@ -167,8 +169,8 @@ class FeatureTable:
         entry = self._key_to_entry.get(key)
         if entry is None or entry.slot.generation != generation:
             return False
-        transfer_s = self.sums.transfer_s + self._end(key)
-        self.sums = self.sums._replace(num_transfers=self.sums.num_transfers + 1, transfer_s=transfer_s)
+        self._stats.num_transfers += 1
+        self._stats.transfer_s += self._end(key)
         return True
 
     def expire(self) -> int:
@@ -186,18 +188,19 @@ class FeatureTable:
     def end_router(self, router_id: MemberId) -> int:
         return self._end_held(router_id)
 
-    def usage(self) -> TableUsage:
+    def usage(self) -> ArenaStats:
+        """Returns the numbers of this moment, which no later event changes."""
         nbytes, count = self._state_to_bytes, self._state_to_count
-        return TableUsage(
-            used_bytes=nbytes[FeatureState.ENCODING] + nbytes[FeatureState.STAGED],
-            cached_bytes=nbytes[FeatureState.ENCODED],
-            total_bytes=self._source.usage().total_bytes,
-            num_leases=len(self._leases),
-            num_encoding=count[FeatureState.ENCODING],
-            encoding_bytes=nbytes[FeatureState.ENCODING],
-            num_cached=count[FeatureState.ENCODED],
-            num_staged=count[FeatureState.STAGED],
-        )
+        stats = copy(self._stats)
+        stats.used_bytes = nbytes[FeatureState.ENCODING] + nbytes[FeatureState.STAGED]
+        stats.cached_bytes = nbytes[FeatureState.ENCODED]
+        stats.total_bytes = self._source.usage().total_bytes
+        stats.num_leases = len(self._leases)
+        stats.num_encoding = count[FeatureState.ENCODING]
+        stats.encoding_bytes = nbytes[FeatureState.ENCODING]
+        stats.num_cached = count[FeatureState.ENCODED]
+        stats.num_staged = count[FeatureState.STAGED]
+        return stats
 
     def check_invariants(self) -> None:
         """Asserts that leases, states, sums and the arena are consistent. Walks everything."""
@@ -283,8 +286,8 @@ class FeatureTable:
 
     def _evict(self, unit: UnitKey) -> None:
         slot = self._take_out(unit, FeatureState.DISCARDED)
-        num_evictions, evicted_bytes = self.sums.num_evictions + 1, self.sums.evicted_bytes + slot.nbytes
-        self.sums = self.sums._replace(num_evictions=num_evictions, evicted_bytes=evicted_bytes)
+        self._stats.num_evictions += 1
+        self._stats.evicted_bytes += slot.nbytes
         self._log.unit_gone(unit)
 
     def _take_out(self, unit: UnitKey, state: FeatureState) -> SourceSlot:
@@ -338,31 +341,6 @@ class FeatureTable:
     def _count(self, entry: FeatureEntry, sign: int) -> None:
         self._state_to_bytes[entry.state] += sign * entry.slot.nbytes
         self._state_to_count[entry.state] += sign
-
-
-class TableUsage(NamedTuple):
-    used_bytes: int
-    """Counts the bytes that are being written or are leased."""
-    cached_bytes: int
-    """Counts the bytes of features that are complete and have no lease; these may be evicted."""
-    total_bytes: int
-    num_leases: int
-    num_encoding: int
-    encoding_bytes: int
-    """Counts the part of `used_bytes` that is being written."""
-    num_cached: int
-    num_staged: int
-
-
-class TableSums(NamedTuple):
-    """Keeps sums over the table's life."""
-
-    num_transfers: int = 0
-    """Counts the leases that their worker released."""
-    transfer_s: float = 0.0
-    """Sums the time from lease to release over these leases."""
-    num_evictions: int = 0
-    evicted_bytes: int = 0
 
 
 # ------------------------------------------------------------ the states of a feature

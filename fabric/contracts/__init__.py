@@ -1,10 +1,11 @@
 """Defines what the parts of Weft tell each other, so that no part needs to import another one.
 
 `identity` names requests, members, media and KV blocks. `calls` defines what the router sends to workers and encoders
-and what they answer. `messages` defines what travels one way between members. `errors` holds the tree of all failures
-that reach a client or another process. `clock` provides clocks that callers pass as arguments. `learned_cost` holds the
-arithmetic by which workers measure and routers predict. `dtypes` names the dtypes in which features travel, and counts
-their bytes.
+and what they answer. `member_reports` defines what workers and encoders report to routers, and the metrics of these
+numbers; `messages` defines everything else that travels one way between members. `errors` holds the tree of all
+failures that reach a client or another process. `clock` provides clocks that callers pass as arguments. `learned_cost`
+holds the arithmetic by which workers measure and routers predict. `dtypes` names the dtypes in which features travel,
+and counts their bytes.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -82,12 +83,21 @@ from fabric.contracts.identity import (
     uniform,
 )
 from fabric.contracts.learned_cost import Memory, context_scale_tokens, corrected, weighted_tokens
+from fabric.contracts.member_reports import (
+    ArenaStats,
+    DeviceStats,
+    EncodeCost,
+    EncoderReport,
+    EngineStats,
+    FeatureStats,
+    ItemStats,
+    WorkerReport,
+    metrics_of,
+)
 from fabric.contracts.messages import (
     AbortAttempt,
     BlocksRemoved,
     BlocksStored,
-    EncodeCost,
-    EncoderReport,
     FeatureEvents,
     FeatureNeeded,
     FeatureTicket,
@@ -103,7 +113,6 @@ from fabric.contracts.messages import (
     TokenLogprobs,
     UnitReady,
     UnitRelease,
-    WorkerReport,
     decode_message,
     encode_message,
 )
@@ -113,6 +122,7 @@ __all__ = [
     "AbortAttempt",
     "Aborted",
     "ArenaFull",
+    "ArenaStats",
     "AttemptId",
     "BlockHash",
     "BlocksRemoved",
@@ -125,6 +135,7 @@ __all__ = [
     "ContextLengthExceeded",
     "DeadlineExceeded",
     "Destination",
+    "DeviceStats",
     "Draining",
     "EncodeCost",
     "EncodeFailed",
@@ -133,16 +144,19 @@ __all__ = [
     "EncoderLost",
     "EncoderReport",
     "EngineFailed",
+    "EngineStats",
     "ErrorInfo",
     "FeatureEvents",
     "FeatureMismatch",
     "FeatureNeeded",
+    "FeatureStats",
     "FeatureTicket",
     "GenerateRequest",
     "GenerateResult",
     "InvalidMedia",
     "InvalidRequest",
     "ItemResult",
+    "ItemStats",
     "KvEvent",
     "KvEvents",
     "KvSnapshot",
@@ -198,6 +212,7 @@ __all__ = [
     "feature_nbytes",
     "frame",
     "member_id",
+    "metrics_of",
     "mint_member_id",
     "mint_request_id",
     "mm_hash",

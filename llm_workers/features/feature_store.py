@@ -24,7 +24,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
-from fabric.contracts import AttemptId, Clock, UnitKey, UnitReady
+from fabric.contracts import AttemptId, Clock, FeatureStats, UnitKey, UnitReady
 from fabric.ranked_heap import RankedHeap
 from fabric.transport import LandedFeature
 from llm_workers.features.feature_entries import (
@@ -71,7 +71,9 @@ class FeatureStore:
         """Creates an empty store. Raises ConfigError for an unknown `config.keep_features`."""
         self._config, self._clock = config, clock
         is_kept(config.keep_features, FeatureUse())  # This call raises ConfigError for an unknown mode at the start.
-        self.host_cache = HostCache(config.kept_bytes)
+        self.stats = FeatureStats()
+        """Holds the counters; `Receiver.stats` adds the gauges to a copy."""
+        self.host_cache = HostCache(config.kept_bytes, self.stats)
         self.num_held = 0
         """Counts the announcements, running pulls, and units in memory that are not merely kept; it is 0 when the
         worker is idle."""

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from enum import Enum
 from typing import NamedTuple
 
-from fabric.contracts import ConfigError, UnitKey
+from fabric.contracts import ConfigError, FeatureStats, UnitKey
 from fabric.transport import LandedFeature
 
 NO_SLOT = -1
@@ -34,11 +34,11 @@ class HostCache:
     """Holds the cached and the lent features of units; a unit is one separately encoded part of a media item. It is not
     thread-safe and lives in the event loop, but the engine's thread reads lent buffers."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, stats: FeatureStats) -> None:
+        """Creates an empty cache, which counts its hits in `stats`."""
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self.num_hits = 0
-        """Counts the features that did not have to be fetched again."""
+        self._stats = stats
         self._features: OrderedDict[UnitKey, LandedFeature] = OrderedDict()
         """Holds the features that are not lent, the least recently used first."""
         self._lent: dict[UnitKey, LandedFeature] = {}
@@ -73,7 +73,7 @@ class HostCache:
         """Lends a cached feature and counts a hit. The feature stays in memory until it is given back."""
         feature = self._lent[unit] = self._features.pop(unit)
         self._lent_bytes += feature.buffer.nbytes
-        self.num_hits += 1
+        self._stats.num_kept_hits += 1
         return feature
 
     def give_back(self, unit: UnitKey) -> None:

@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from copy import copy
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ from fabric.contracts import (
     AttemptId,
     Clock,
     FeatureMismatch,
+    FeatureStats,
     FeatureTicket,
     GenerateRequest,
     InvalidMedia,
@@ -76,6 +78,16 @@ class Receiver:
             pull.cancel()
         for feature in self.store.clear():
             self._endpoint.sink.free(feature.slot_id)
+
+    def stats(self) -> FeatureStats:
+        """Returns the numbers of this moment, which no later event changes."""
+        usage = self._endpoint.sink.usage()
+        stats = copy(self.store.stats)
+        stats.inbox_bytes_used = usage.used_bytes
+        stats.inbox_bytes_total = usage.total_bytes
+        stats.num_quarantined = usage.num_quarantined
+        stats.kept_bytes_used = self.store.host_cache.used_bytes
+        return stats
 
     def check_at_rest(self) -> None:
         """Asserts, once after the last attempt has ended, a bounded part of what must hold for the store."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
+from copy import copy
 from itertools import repeat
 from math import inf
 
@@ -27,6 +28,7 @@ from fabric.contracts import (
     AttemptId,
     BlocksStored,
     Clock,
+    EngineStats,
     GenerateRequest,
     KvEvent,
     ProtocolError,
@@ -43,8 +45,6 @@ from llm_workers.scheduling.scheduler_events import (
     NeededUnit,
     NextRead,
     PrefillProgress,
-    SchedulerStats,
-    SchedulerTally,
     SequenceTimes,
     SequenceTokens,
     StepEvents,
@@ -82,13 +82,14 @@ class Scheduler:
             self._pool, self.references, config.block_size, config.is_prefix_cache_enabled
         )
         self._roster = Roster()
-        self._tally = SchedulerTally()
+        self._stats = EngineStats()
+        """Holds the counters; `stats` adds the gauges to a copy."""
         self._needed_by_released: list[NeededUnit] = []
         """Holds needed units of siblings that waited for their leader and whose blocks were evicted meanwhile."""
         batch = DecodeBatch(config.block_size, is_used=not config.speculation.max_tokens)
         self._standings = Standings(self._roster, self._resources, batch, config.max_step_tokens, context_scale_tokens)
         planner = StepPlanner(config, self._resources, self._standings)
-        self._steps = Steps(planner, self._resources, self._roster, self._standings, self._tally, clock)
+        self._steps = Steps(planner, self._resources, self._roster, self._standings, self._stats, clock)
 
     # ------------------------------------------------------------ requests and features
 
@@ -225,27 +226,20 @@ class Scheduler:
         """Counts the live sequences, begun or not."""
         return len(self._roster)
 
-    def stats(self) -> SchedulerStats:
-        tally, standings, backlog = self._tally, self._standings, self._standings.backlog
-        return SchedulerStats(
-            num_running=len(standings.holders),
-            num_waiting=len(self._roster) - len(standings.holders),
-            num_at_doorstep=standings.num_at_doorstep,
-            queued_tokens=backlog.num_tokens,
-            num_decoding=len(standings.decodes),
-            kv_blocks_used=self._pool.num_used,
-            kv_blocks_total=self._pool.num_blocks,
-            num_features=self.references.num_readable,
-            steps=tally.steps,
-            tokens_generated=tally.tokens_generated,
-            prompt_tokens_computed=tally.prompt_tokens_computed,
-            prefix_hit_tokens=tally.prefix_hit_tokens,
-            prefix_query_tokens=tally.prefix_query_tokens,
-            num_preemptions=tally.num_preemptions,
-            drafts_proposed=tally.drafts_proposed,
-            drafts_accepted=tally.drafts_accepted,
-            queued_flat_tokens=backlog.weighted_tokens,
-        )
+    def stats(self) -> EngineStats:
+        """Returns the numbers of this moment, which no later step changes."""
+        standings, backlog = self._standings, self._standings.backlog
+        stats = copy(self._stats)
+        stats.num_running = len(standings.holders)
+        stats.num_waiting = len(self._roster) - len(standings.holders)
+        stats.num_at_doorstep = standings.num_at_doorstep
+        stats.queued_tokens = backlog.num_tokens
+        stats.queued_weighted_tokens = backlog.weighted_tokens
+        stats.num_decoding = len(standings.decodes)
+        stats.kv_blocks_used = self._pool.num_used
+        stats.kv_blocks_total = self._pool.num_blocks
+        stats.num_features = self.references.num_readable
+        return stats
 
     def check_at_rest(self) -> None:
         """Asserts, in production after the last sequence has left, a bounded part of `check_invariants`, which is
@@ -296,14 +290,14 @@ class Steps:
         resources: SequenceResources,
         roster: Roster,
         standings: Standings,
-        tally: SchedulerTally,
+        stats: EngineStats,
         clock: Clock,
     ) -> None:
         self._planner = planner
         self._standings = standings
         self._resources = resources
         self._roster = roster
-        self._tally = tally
+        self._stats = stats
         self._clock = clock
         self._step = 0
         self._planned_at_s = 0.0
@@ -347,7 +341,7 @@ class Steps:
             if sequence.sequence_id in draft.begun:
                 self._standings.refresh(sequence)
         self._preempted += draft.thrown_out
-        self._tally.num_preemptions += len(draft.thrown_out)
+        self._stats.num_preemptions += len(draft.thrown_out)
 
     def _ask(self, sequence: Sequence, missing: Iterable[UnitKey]) -> None:
         self._needed += [NeededUnit(sequence.sequence_id, unit, events.PREEMPTED) for unit in missing]
@@ -389,8 +383,8 @@ class Steps:
         sequence.stopwatch.begin(now_s)
         sequence.num_cached = min(sequence.num_computed, sequence.num_prompt)
         if not sequence.is_forked:
-            self._tally.prefix_hit_tokens += sequence.num_cached
-            self._tally.prefix_query_tokens += sequence.num_prompt
+            self._stats.prefix_hit_tokens += sequence.num_cached
+            self._stats.prefix_query_tokens += sequence.num_prompt
 
     # ------------------------------------------------------------ end
 
@@ -410,7 +404,7 @@ class Steps:
             if chunk.start < sequence.num_prompt:
                 end = min(chunk.end, sequence.num_prompt)
                 prefill.append(PrefillProgress(sequence.sequence_id, chunk.start, end))
-                self._tally.prompt_tokens_computed += end - chunk.start
+                self._stats.prompt_tokens_computed += end - chunk.start
                 sequence.stopwatch.add_prefill(now_s - self._planned_at_s)
             sampled = self._advance(chunk, sequence, result)
             if sequence in self._standings.decodes:
@@ -423,7 +417,7 @@ class Steps:
             sequence.stopwatch.first_token(now_s)
             if sampled.finish_reason is not None:
                 finished.append(self._finish(sequence, sampled.finish_reason, now_s))
-        self._tally.steps += bool(plan.num_sequences)
+        self._stats.steps += bool(plan.num_sequences)
         self._note_doorsteps(now_s)
         at_doorstep, self._at_doorstep = self._at_doorstep, []
         preempted, self._preempted = self._preempted, []
@@ -471,7 +465,7 @@ class Steps:
             sequence.num_computed += 1
             reason = sequence.finish_reason() if is_last or token_ids[0] in ending else None
             sampled.append(SequenceTokens(sequence.sequence_id, index, token_ids, reason))
-        self._tally.tokens_generated += len(sampled)
+        self._stats.tokens_generated += len(sampled)
         filled = decoding
         if is_whole:
             filled = batch.advance(np.array([token_ids[0] for token_ids in tokens], dtype=np.int64))
@@ -500,9 +494,9 @@ class Steps:
             )
             num_taken, reason = sequence.take(token_ids)
             end += num_taken - 1
-            self._tally.tokens_generated += num_taken
-            self._tally.drafts_proposed += chunk.num_drafts
-            self._tally.drafts_accepted += num_taken - 1
+            self._stats.tokens_generated += num_taken
+            self._stats.drafts_proposed += chunk.num_drafts
+            self._stats.drafts_accepted += num_taken - 1
             logprobs = result.logprobs.get(chunk.sequence_id, ())[:num_taken]
             sampled = SequenceTokens(
                 sequence.sequence_id, first_index, tuple(token_ids[:num_taken]), reason, tuple(logprobs)

@@ -1,13 +1,11 @@
-"""Defines what the scheduler reports to the engine: answers to `add`, events of a step, needed units, and counters.
+"""Defines what the scheduler reports to the engine: answers to `add`, events of a step, and needed units.
 
-All of them are plain values, except for `SchedulerTally`, in which the scheduler counts and which becomes a part of
-`SchedulerStats`. A sequence is "at its doorstep" while the feature of its next token has not landed, so that it can
-compute nothing. This module knows nothing of how the values come about, and nothing of their readers.
+All of them are plain values. A sequence is "at its doorstep" while the feature of its next token has not landed, so
+that it can compute nothing. This module knows nothing of how the values come about, and nothing of their readers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from fabric.contracts import SequenceId, TokenLogprobs, UnitKey
@@ -109,49 +107,3 @@ class NextRead(NamedTuple):
     choice: int
     position: int
     """This is the index of the first token of the run of placeholders."""
-
-
-# ---------------------------------------------------------------- counters
-
-
-class SchedulerStats(NamedTuple):
-    """Holds the fields of WorkerReport that the scheduler knows, under the same names."""
-
-    num_running: int
-    """Counts the sequences that have begun, including those at their doorstep."""
-    num_waiting: int
-    num_at_doorstep: int
-    queued_tokens: int
-    num_decoding: int
-    kv_blocks_used: int
-    kv_blocks_total: int
-    num_features: int
-    steps: int
-    tokens_generated: int
-    prompt_tokens_computed: int
-    prefix_hit_tokens: int
-    prefix_query_tokens: int
-    num_preemptions: int
-    drafts_proposed: int = 0
-    drafts_accepted: int = 0
-    queued_flat_tokens: float = 0.0
-
-
-@dataclass(slots=True)
-class SchedulerTally:
-    """Holds the counters of one scheduler's life, which only grow."""
-
-    steps: int = 0
-    """Counts the committed steps."""
-    tokens_generated: int = 0
-    prompt_tokens_computed: int = 0
-    """Counts the computed prompt tokens; recomputed ones count again."""
-    prefix_hit_tokens: int = 0
-    prefix_query_tokens: int = 0
-    """`prefix_query_tokens` is the number of prompt tokens of sequences that have begun, and `prefix_hit_tokens` is the
-    number of those among them that were found in the prefix cache."""
-    num_preemptions: int = 0
-    drafts_proposed: int = 0
-    drafts_accepted: int = 0
-    """These two count the guessed tokens that were computed (`drafts_proposed`), and those of them that were right and
-    were sent (`drafts_accepted`)."""

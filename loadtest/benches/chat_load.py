@@ -169,13 +169,13 @@ async def worker_of(config: ClusterConfig) -> AsyncIterator[WorkerService]:
 async def run_load(worker: WorkerService, load: BenchLoad, vocab_size: int, seed: int) -> Measured:
     """Runs one round with fresh random prompts, so that nothing is found in the prefix cache."""
     prompts = prompts_of(load, vocab_size, seed)
-    steps, begun = worker.report().steps, time.monotonic()
+    steps, begun = worker.report().engine.steps, time.monotonic()
     results = await asyncio.gather(
         *[_generate(worker, f"{seed}-{row}", prompts[row], load) for row in range(len(prompts))]
     )
     seconds = time.monotonic() - begun
     return Measured(
-        steps_per_s=(worker.report().steps - steps) / seconds,
+        steps_per_s=(worker.report().engine.steps - steps) / seconds,
         tokens_per_s=load.concurrency * load.output_tokens / seconds,
         ttft_s=statistics.median(result.first_token_s for result in results),
         tpot_s=statistics.median(

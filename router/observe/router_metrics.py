@@ -3,19 +3,22 @@ requests; `MemberReports` and `PlannerSeries` export series of the cluster behin
 the planner predicts them. Each router has one registry with all of them.
 
 The series of the cluster are computed from the last reports and the planner's sums at the moment of a scrape, so a
-member that left has no series. The module knows nothing of how requests are served.
+member that left has no series. The fields of the reports declare their metrics themselves
+(`fabric.contracts.metrics_of`). The module knows nothing of how requests are served.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fabric.contracts import EncoderReport, MemberId, WorkerReport
+from fabric.contracts import EncodeCost, EncoderReport, MemberId, WorkerReport, metrics_of
 from router.planning import ClusterState
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -144,7 +147,7 @@ class Timing(NamedTuple):
 
 
 class MemberReports(Collector):
-    """Holds the last report of each member that is there, and exports it."""
+    """Holds the last report of each member that is there, and exports the metrics that the report declares."""
 
     def __init__(self) -> None:
         self.workers: dict[MemberId, WorkerReport] = {}
@@ -161,9 +164,11 @@ class MemberReports(Collector):
         self.encoders.pop(member_id, None)
 
     def collect(self) -> Iterator[Metric]:
-        yield from _of_members("worker", dict(self.workers), WORKER_GAUGES, WORKER_COUNTERS)
-        yield from _of_members("encoder", dict(self.encoders), ENCODER_GAUGES, ENCODER_COUNTERS)
-        yield from _modality_costs(dict(self.encoders))
+        workers, encoders = dict(self.workers), dict(self.encoders)
+        yield from _reported(WorkerReport, ["worker"], [([name], report) for name, report in workers.items()])
+        yield from _reported(EncoderReport, ["encoder"], [([name], report) for name, report in encoders.items()])
+        costs = [([name, cost.modality], cost) for name, report in encoders.items() for cost in report.costs]
+        yield from _reported(EncodeCost, ["encoder", "modality"], costs)
 
 
 class PlannerSeries(Collector):
@@ -198,99 +203,18 @@ class PlannerSeries(Collector):
             yield gauge
 
 
-WORKER_GAUGES = {
-    "num_running": "num_running",
-    "num_waiting": "num_waiting",
-    "num_at_doorstep": "num_waiting_for_features",
-    "queued_tokens": "queued_tokens",
-    "num_decoding": "num_decoding",
-    "kv_blocks_used": "kv_blocks_used",
-    "kv_blocks_total": "kv_blocks_total",
-    "inbox_bytes_used": "inbox_bytes_used",
-    "inbox_bytes_total": "inbox_bytes_total",
-    "num_features": "num_features",
-    "num_quarantined": "num_quarantined",
-    "kept_bytes_used": "kept_bytes_used",
-    "prefill_s_per_token": "prefill_seconds_per_token",
-    "step_overhead_s": "step_overhead_seconds",
-    "decode_s_per_sequence": "decode_seconds_per_sequence",
-    "queued_flat_tokens": "queued_flat_tokens",
-    "residence_s": "residence_seconds",
-    "max_step_tokens": "max_step_tokens",
-    "max_sequences": "max_sequences",
-}
-WORKER_COUNTERS = {
-    "steps": "steps",
-    "tokens_generated": "tokens_generated",
-    "prompt_tokens_computed": "prompt_tokens_computed",
-    "prefix_hit_tokens": "prefix_hit_tokens",
-    "prefix_query_tokens": "prefix_query_tokens",
-    "num_preemptions": "preemptions",
-    "num_kept_hits": "kept_hits",
-    "drafts_proposed": "drafts_proposed",
-    "drafts_accepted": "drafts_accepted",
-}
-ENCODER_GAUGES = {
-    "num_queued": "num_queued",
-    "queued_cost": "queue_cost",
-    "num_encoding": "num_encoding",
-    "arena_bytes_used": "arena_bytes_used",
-    "arena_bytes_cached": "arena_bytes_cached",
-    "arena_bytes_total": "arena_bytes_total",
-    "num_leases": "num_leases",
-    "encode_s_per_cost": "encode_seconds_per_cost",
-    "batch_overhead_s": "batch_overhead_seconds",
-    "num_items_queued": "num_items_queued",
-    "queued_s": "queue_seconds",
-    "num_items_pending": "num_items_pending",
-    "num_in_flight": "num_in_flight",
-    "max_in_flight": "max_in_flight",
-    "num_decoding": "num_decoding",
-    "busy_fraction": "busy_fraction",
-    "num_features_encoding": "num_features_encoding",
-    "num_features_cached": "num_features_cached",
-    "num_features_staged": "num_features_staged",
-    "arena_bytes_encoding": "arena_bytes_encoding",
-}
-ENCODER_COUNTERS = {
-    "items_encoded": "items_encoded",
-    "batches": "batches",
-    "cache_hits": "cache_hits",
-    "items_received": "items_received",
-    "items_failed": "items_failed",
-    "items_decoded": "items_decoded",
-    "decode_s": "decode_seconds",
-    "forward_s": "forward_seconds",
-    "batch_units": "batch_units",
-    "batch_cost": "batch_cost",
-    "transfers": "transfers",
-    "transfer_s": "transfer_seconds",
-    "cache_hit_bytes": "cache_hit_bytes",
-    "evictions": "evictions",
-    "evicted_bytes": "evicted_bytes",
-    "preprocess_s": "preprocess_seconds",
-}
-"""These four tables map fields of the reports to names of the series, without `weft_worker_` or `weft_encoder_`."""
+KIND_TO_FAMILY = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
 
 
-def _of_members(
-    kind: str, reports: Mapping[MemberId, object], gauges: Mapping[str, str], counters: Mapping[str, str]
+def _reported(
+    struct: type[msgspec.Struct], labels: Sequence[str], rows: Iterable[tuple[Sequence[str], msgspec.Struct]]
 ) -> Iterator[Metric]:
-    for family, names in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-        for field, name in names.items():
-            metric = family(f"weft_{kind}_{name}", f"`{field}` of the {kind}'s last report.", labels=[kind])
-            for member_id, report in reports.items():
-                metric.add_metric([member_id], getattr(report, field))
-            yield metric
-
-
-def _modality_costs(reports: Mapping[MemberId, EncoderReport]) -> Iterator[Metric]:
-    for field, name, text in (
-        ("seconds_per_cost", "seconds_per_cost", "Time of a forward pass for each unit of cost, by modality."),
-        ("overhead_s", "overhead_seconds", "Time of a forward pass that does not depend on its cost, by modality."),
-    ):
-        metric = GaugeMetricFamily(f"weft_encoder_modality_{name}", text, labels=["encoder", "modality"])
-        for member_id, report in reports.items():
-            for cost in report.costs:
-                metric.add_metric([member_id, cost.modality], getattr(cost, field))
+    """Yields every metric that the struct declares. A row holds the values of the labels, and the struct with the
+    numbers."""
+    rows = list(rows)
+    for path, declared in metrics_of(struct):
+        read = attrgetter(path)
+        metric = KIND_TO_FAMILY[declared.kind](declared.name, declared.text, labels=labels)
+        for values, numbers in rows:
+            metric.add_metric(values, read(numbers))
         yield metric

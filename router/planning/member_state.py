@@ -61,15 +61,16 @@ class WorkerState:
                 kv_blocks_free=None,
                 prefill=prefill,
             )
-        is_sized = report.kv_blocks_total > 0
-        num_free = max(0, report.kv_blocks_total - report.kv_blocks_used - load.pending_blocks)
+        engine = report.engine
+        is_sized = engine.kv_blocks_total > 0
+        num_free = max(0, engine.kv_blocks_total - engine.kv_blocks_used - load.pending_blocks)
         return WorkerView(
             member.member_id,
             member.address,
             member.host,
             covered_blocks,
-            queued_tokens=report.queued_flat_tokens or float(report.queued_tokens),
-            num_decoding=report.num_decoding,
+            queued_tokens=engine.queued_weighted_tokens or float(engine.queued_tokens),
+            num_decoding=engine.num_decoding,
             num_open=load.num_open,
             kv_blocks_free=num_free if is_sized else None,
             prefill=prefill,
@@ -79,7 +80,7 @@ class WorkerState:
             report_age_s=self.freshness.age_s(now),
             max_step_tokens=report.max_step_tokens,
             place_wait_s=_place_wait_s(report, load),
-            kv_blocks_per_s=report.kv_blocks_used / report.residence_s if report.residence_s else 0.0,
+            kv_blocks_per_s=engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0,
         )
 
     def _decode_s(self, report: WorkerReport, believed_line: Line) -> float:
@@ -92,7 +93,7 @@ class WorkerState:
 def _place_wait_s(report: WorkerReport, load: MemberLoad) -> float:
     """Returns the seconds until a new sequence gets a place. When all places of a step are taken, they become free in
     order, at the pace at which sequences end."""
-    num_there = report.num_running + report.num_waiting + load.num_pending
+    num_there = report.engine.num_running + report.engine.num_waiting + load.num_pending
     num_over = num_there + 1 - report.max_sequences
     if not report.max_sequences or num_over <= 0:
         return 0.0

@@ -106,7 +106,7 @@ async def test_three_thousand_requests_survive_a_device_that_dies_among_them() -
         survivor = next(service for each, service in cluster.workers.services.items() if each != victim_id)
         survivor.check_health()
         assert survivor.report().is_lost is False
-        assert survivor.report().kv_blocks_used == 0
+        assert survivor.report().engine.kv_blocks_used == 0
 
 
 async def test_a_poisoned_request_among_healthy_ones_fails_alone_and_no_worker_is_lost() -> None:

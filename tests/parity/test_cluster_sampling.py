@@ -61,5 +61,5 @@ async def test_what_was_generated_counts_on_after_preemption() -> None:
             calls = [ask(client, seed=seed, **fields) for seed in range(8)]
             answers.append([each["choices"][0]["token_ids"] for each in await asyncio.gather(*calls)])
             (worker,) = cluster.workers.services.values()
-            assert (worker.report().num_preemptions > 0) == (workers["num_blocks"] == 34)
+            assert (worker.report().engine.num_preemptions > 0) == (workers["num_blocks"] == 34)
     assert answers[0] == answers[1]

@@ -130,7 +130,7 @@ async def test_preemption_does_not_lose_the_place_in_the_grammar() -> None:
         calls = [ask(client, seed=seed, max_tokens=60, guided_regex="([a-z]{4}-){8}end") for seed in range(10)]
         small = await asyncio.gather(*calls)
         (worker,) = cluster.workers.services.values()
-        assert worker.report().num_preemptions > 0
+        assert worker.report().engine.num_preemptions > 0
     async with serving(num_blocks=256) as (_, client):
         calls = [ask(client, seed=seed, max_tokens=60, guided_regex="([a-z]{4}-){8}end") for seed in range(10)]
         large = await asyncio.gather(*calls)

@@ -147,7 +147,7 @@ async def test_items_behind_others_are_answered_in_the_time_that_they_have(
         calls = []
         for files in (forwarded, decoded):
             calls.append(asyncio.create_task(service.encode(in_time(bench.request(files), 4.0), files)))
-            await bench.until(lambda: service.report().items_decoded == len(calls))
+            await bench.until(lambda: service.report().items.num_decoded == len(calls))
         calls.append(asyncio.create_task(service.encode(bench.request(large), large)))
         await bench.until(lambda: any(process.is_busy for process in pool._processes))
         (pid,) = pool.pids()
@@ -199,7 +199,7 @@ async def test_an_item_that_takes_more_than_all_may_is_refused_undecoded(family:
         assert large is not None
         assert (large.code, large.param) == ("invalid_media", "messages.0.content.1")
         assert "all media together have only 536870912" in large.message
-        assert bench.service.report().items_decoded == 1
+        assert bench.service.report().items.num_decoded == 1
 
 
 async def test_what_nobody_waits_for_is_not_decoded_to_its_end(
@@ -219,7 +219,7 @@ async def test_what_nobody_waits_for_is_not_decoded_to_its_end(
         assert errors(await bench.service.encode(bench.request(small), small)) == [None]
         assert bench.service._decoder.pids() != [pid], "another process has taken its place"
         assert not is_running(pid)
-        assert bench.service.report().items_decoded == 1
+        assert bench.service.report().items.num_decoded == 1
         await bench.is_idle()
 
 

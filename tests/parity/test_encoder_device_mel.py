@@ -123,13 +123,13 @@ async def test_features_of_one_batch_are_the_hosts(blockable: BlockableFamily, e
         report = bench.service.report()
         assert report.num_items_queued == len(files)
         assert report.queued_cost == sum(item.cost for item in items) + bench.item(picture(1)).cost
-        decoded_s = report.preprocess_s
+        decoded_s = report.items.preprocess_s
         bench.model.gate.set()
         result = await call
         assert codes(await first) == [None]
         assert codes(result) == [None] * len(files)
         assert [sorted(batch) for batch in blockable.batches] == [sorted(num_samples(items))]
-        assert bench.service.report().preprocess_s > decoded_s
+        assert bench.service.report().items.preprocess_s > decoded_s
         assert all(min(one.times.decode_s, one.times.preprocess_s, one.times.encode_s) > 0 for one in result.items)
         await check_features(bench, files, items)
         await bench.is_idle()
@@ -211,7 +211,7 @@ async def test_who_asks_again_while_it_is_on_the_device_gets_it(
         blockable.go_on.set()
         assert [codes(await one) for one in calls] == [[None], [None]]
         assert blockable.batches == [num_samples(items)] * 2
-        assert bench.service.report().items_encoded == 1
+        assert bench.service.report().items.num_encoded == 1
         await bench.is_idle()
 
 

@@ -89,7 +89,7 @@ async def test_a_worker_pulls_what_the_encoder_computes(family: Family, dtype: s
         names = [event.name for event in result.trace]
         assert names.count("unit_encoded") == names.count("unit_announced") == 2
         await bench.is_idle()
-        assert bench.service.report().arena_bytes_cached == sum(map(len, expected))
+        assert bench.service.report().arena.cached_bytes == sum(map(len, expected))
 
 
 async def test_images_of_several_requests_share_one_forward(family: Family, encoder: EncoderModel) -> None:
@@ -132,7 +132,7 @@ async def test_the_same_image_is_encoded_once(family: Family, encoder: EncoderMo
         late = await bench.service.encode(bench.request(files), files)
         assert late.items[0].times.is_cache_hit
         assert bench.model.batch_sizes == [1, 1]
-        assert bench.service.report().cache_hits == 1
+        assert bench.service.report().items.num_cache_hits == 1
         mm_hash = bench.item(files[0]).mm_hash
         await bench.until(lambda: sum(message.unit.mm_hash == mm_hash for message in bench.ready) == 4)
         assert len({message.request_id for message in bench.ready}) == 5
@@ -305,7 +305,7 @@ async def test_an_abort_ends_the_attempt_and_its_leases(family: Family, encoder:
         held = [picture(1)]
         request = bench.request(held)
         await bench.service.encode(request, held)
-        assert bench.service.report().num_leases == 1
+        assert bench.service.report().arena.num_leases == 1
         tasks = await queue_behind(bench, [[picture(2)]])
         waiting = bench.num_requests
         bench.router.send("local://encoder-1", AbortAttempt(request.request_id, 0))
@@ -313,7 +313,7 @@ async def test_an_abort_ends_the_attempt_and_its_leases(family: Family, encoder:
         result = await tasks[1]
         assert [error.code for error in errors(result) if error] == ["aborted"]
         report = bench.service.report()
-        assert (report.num_leases, report.num_queued) == (0, 0)
+        assert (report.arena.num_leases, report.num_queued) == (0, 0)
         bench.model.gate.set()
         await tasks[0]
         await bench.is_idle()
@@ -335,10 +335,10 @@ async def test_who_leaves_takes_requests_and_leases_along(family: Family, encode
         code = "worker_lost" if how == "worker" else "aborted"
         assert [error.code for error in errors(result) if error] == [code]
         report = bench.service.report()
-        assert (report.num_leases, report.num_queued) == (0, 0)
+        assert (report.arena.num_leases, report.num_queued) == (0, 0)
         bench.model.gate.set()
         await tasks[0]
-        await bench.until(lambda: bench.service.report().arena_bytes_used == 0)
+        await bench.until(lambda: bench.service.report().arena.used_bytes == 0)
         bench.service.check_invariants()
 
 
@@ -365,7 +365,7 @@ async def test_a_full_arena_waits_for_readers_and_evicts_nothing_unread(
             bench.clock.advance(CONFIG.lease_s)
         result = await task
         assert errors(result) == [None] * 4
-        assert bench.service.report().arena_bytes_used == 2 * feature_bytes
+        assert bench.service.report().arena.used_bytes == 2 * feature_bytes
         await bench.is_idle()
 
 
@@ -422,7 +422,7 @@ async def test_routers_learn_of_load_and_cache(family: Family, encoder: EncoderM
         reports = [one for one in bench.told if isinstance(one, EncoderReport)]
         assert all(later.seq > earlier.seq for earlier, later in itertools.pairwise(reports))
         report = bench.service.report()
-        assert report.items_encoded == report.batches == 1
+        assert report.items.num_encoded == report.device.num_batches == 1
         assert report.encode_s_per_cost + report.batch_overhead_s > 0
         await bench.is_idle()
 

@@ -86,8 +86,9 @@ async def test_every_modality_arrives_as_its_encoder_made_it(family: Family, enc
             np.testing.assert_allclose(found, wanted, atol=1e-5)
         report = bench.service.report()
         assert {cost.modality for cost in report.costs} == set(MODALITIES)
-        assert report.items_received == report.items_encoded == report.items_decoded == 3
-        assert min(report.decode_s, report.preprocess_s, report.forward_s) > 0
+        items = report.items
+        assert items.num_received == items.num_encoded == items.num_decoded == 3
+        assert min(items.decode_s, items.preprocess_s, report.device.forward_s) > 0
         await bench.is_idle()
 
 
@@ -141,7 +142,7 @@ async def test_a_films_first_unit_is_encoded_while_the_rest_is_decoded(
         assert len(item.unit_tokens) == 4
         call = encode(bench, [data], [item])
         await bench.until(lambda: len(bench.ready) == 1)
-        assert (bench.service.report().num_decoding, bench.service.report().items_decoded) == (1, 0)
+        assert (bench.service.report().num_decoding, bench.service.report().items.num_decoded) == (1, 0)
         assert codes(await encode(bench, [still], [])) == [None], "nor does a picture wait for the film's decoding"
         streaming.go_on.set()
         assert codes(await call) == ["invalid_media" if fails else None]
@@ -222,7 +223,7 @@ async def test_a_film_is_not_starved_by_pictures_that_keep_coming(family: Family
             still = picture(len(pictures))
             pictures.append(encode(bench, [still], []))
             num_items = len(pictures) + 1
-            await bench.until(lambda num_items=num_items: bench.service.report().items_decoded == num_items)
+            await bench.until(lambda num_items=num_items: bench.service.report().items.num_decoded == num_items)
             assert len(pictures) <= most, "the film waits for the last picture"
             bench.clock.advance(max(unit_cost, picture_cost) * 1e-6)
             await bench.step()
@@ -269,7 +270,7 @@ async def test_a_call_that_is_cancelled_leaves_at_once_but_for_the_unit_in_the_f
         await asyncio.gather(call, return_exceptions=True)
         report = bench.service.report()
         assert (report.num_queued, report.num_encoding, report.num_items_pending) == (0, 1, 0)
-        assert report.arena_bytes_used == report.arena_bytes_encoding > 0
+        assert report.arena.used_bytes == report.arena.encoding_bytes > 0
         bench.model.gate.set()
         await bench.until(lambda: bench.service.report().num_encoding == 0)
         assert bench.ready == []
@@ -331,5 +332,5 @@ async def test_three_times_more_than_the_arena_holds_passes_through_it(family: F
         announced = {(message.request_id, message.unit) for message in bench.ready}
         for number, (items, _) in enumerate(calls):
             assert {(f"req-{number + 1}", key) for item in items for key in item.unit_keys()} <= announced
-        assert bench.service.report().evictions > 0
+        assert bench.service.report().arena.num_evictions > 0
         await bench.is_idle()

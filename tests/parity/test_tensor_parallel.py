@@ -158,7 +158,7 @@ def test_a_block_that_choices_share_is_copied_on_every_rank(qwen2: LoadedFamily)
             request = r.request(of, NUM_TOKENS, **drawn)
             result = await asyncio.wait_for(r.service.generate(request), 60)
             assert result.error is None
-            assert r.service.report().prompt_tokens_computed == len(of.token_ids) + 2
+            assert r.service.report().engine.prompt_tokens_computed == len(of.token_ids) + 2
             return [r.tokens(request, choice) for choice in range(3)]
 
     with two_ranks(qwen2) as parallel:

@@ -36,7 +36,7 @@ async def test_every_choice_equals_transformers_and_the_prompt_is_computed_once(
         assert result.error is None
         for choice in range(3):
             assert assert_parity(r.tokens(request, choice), OF) == 0
-        assert r.service.report().prompt_tokens_computed == len(OF.token_ids) + 2
+        assert r.service.report().engine.prompt_tokens_computed == len(OF.token_ids) + 2
         await r.assert_idle()
 
 

@@ -88,7 +88,7 @@ async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been() -> None:
         first, second = r.request(older, NUM_TOKENS), r.request(younger, num_tokens)
         r.router.on_needed = lambda message: r.publish(second, younger, 0)
         calls = [asyncio.ensure_future(r.service.generate(first))]
-        await r.until(lambda: r.service.report().num_at_doorstep == 1)
+        await r.until(lambda: r.service.report().engine.num_at_doorstep == 1)
         calls.append(asyncio.ensure_future(r.service.generate(second)))
         r.publish(second, younger, 0)
         await r.until(lambda: len(r.tokens(second)) >= 10)
@@ -100,7 +100,7 @@ async def test_a_preempted_sequence_goes_on_as_if_nothing_had_been() -> None:
         assert [needed.reason for needed in r.router.needed] == ["preempted"]
         assert assert_parity(r.tokens(first), older) + assert_parity(r.tokens(second), younger, num_tokens) == 0
         await r.assert_idle()
-        assert r.service.report().num_preemptions == 1
+        assert r.service.report().engine.num_preemptions == 1
 
 
 async def test_an_inbox_with_room_for_one_feature_serves_many() -> None:

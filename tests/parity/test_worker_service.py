@@ -47,7 +47,7 @@ async def test_text_in_front_is_computed_before_the_feature_lands() -> None:
     async with rig() as r:
         request = r.request(of)
         call = asyncio.ensure_future(r.service.generate(request))
-        await r.until(lambda: r.service.report().num_at_doorstep == 1)
+        await r.until(lambda: r.service.report().engine.num_at_doorstep == 1)
         assert r.tokens(request) == []
         r.publish(request, of, 0)
         result = await call
@@ -66,7 +66,7 @@ async def test_a_text_request_is_not_delayed_by_a_picture_that_is_late() -> None
     async with rig() as r:
         picture_request, text_request = r.request(of), r.request(text)
         picture_call = asyncio.ensure_future(r.service.generate(picture_request))
-        await r.until(lambda: r.service.report().num_at_doorstep == 1)
+        await r.until(lambda: r.service.report().engine.num_at_doorstep == 1)
         result = await r.service.generate(text_request)
         assert result.error is None
         assert not picture_call.done()
@@ -131,7 +131,7 @@ async def test_one_choice_can_be_aborted_alone() -> None:
         call = asyncio.ensure_future(r.service.generate(request))
         await r.until(lambda: all(len(r.tokens(request, choice)) > 2 for choice in range(3)))
         r.router_plane.send(r.worker_plane.address, AbortAttempt(request.request_id, 0, (1,)))
-        await r.until(lambda: r.service.report().num_running == 2)
+        await r.until(lambda: r.service.report().engine.num_running == 2)
         before = [len(r.tokens(request, choice)) for choice in range(3)]
         await r.until(lambda: all(len(r.tokens(request, choice)) > before[choice] + 3 for choice in (0, 2)))
         assert len(r.tokens(request, 1)) == before[1]
@@ -170,7 +170,7 @@ async def test_stop_and_end() -> None:
         assert result.choices[0].finish_reason == "stop"
         assert r.tokens(stopped) == tokens[: tokens.index(tokens[3]) + 1]
         calls = [asyncio.ensure_future(r.service.generate(r.request(of, stop=LONG))) for _ in range(2)]
-        await r.until(lambda: r.service.report().num_running == 2)
+        await r.until(lambda: r.service.report().engine.num_running == 2)
         await r.service.stop()
         assert {(await call).error.code for call in calls} == {"worker_lost"}
         with pytest.raises(EngineFailed):
@@ -190,7 +190,7 @@ async def test_a_call_whose_router_is_dead_is_ended() -> None:
         await r.until(lambda: len(r.service._routers) == 0)
         before = len(r.router.reports)
         call = asyncio.ensure_future(r.service.generate(r.request(of)))
-        await r.until(lambda: r.service.report().num_at_doorstep == 1)
+        await r.until(lambda: r.service.report().engine.num_at_doorstep == 1)
         clock.advance(FIRST_HEARTBEAT_S + 0.1)
         async with asyncio.timeout(10.0):
             assert [choice.finish_reason for choice in (await call).choices] == ["abort"]
@@ -271,11 +271,11 @@ async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot() -> Non
         num_computed = len(of.token_ids) + result.choices[0].num_tokens - 1
         assert sorted(told) == sorted(held)
         assert len(held) == num_computed // 4
-        await r.until(lambda: r.router.reports[-1].num_running == 0)
+        await r.until(lambda: r.router.reports[-1].engine.num_running == 0)
         report = r.router.reports[-1]
-        assert report.tokens_generated == result.choices[0].num_tokens
-        assert report.prompt_tokens_computed == len(of.token_ids)
-        assert report.kv_blocks_used == report.inbox_bytes_used == report.num_features == 0
+        assert report.engine.tokens_generated == result.choices[0].num_tokens
+        assert report.engine.prompt_tokens_computed == len(of.token_ids)
+        assert report.engine.kv_blocks_used == report.features.inbox_bytes_used == report.engine.num_features == 0
         # How the time of a step is divided between these two depends on the machine's load.
         assert report.step_overhead_s + report.prefill_s_per_token > 0
         assert [one.seq for one in r.router.reports] == sorted({one.seq for one in r.router.reports})

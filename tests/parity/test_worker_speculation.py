@@ -64,9 +64,9 @@ async def test_greedy_tokens_equal_transformers(max_step_tokens: int) -> None:
     found, report = await answers([(of, {"num_tokens": NUM_TOKENS}) for of in PROMPTS], **config)
     for of, (tokens, _, _) in zip(PROMPTS, found, strict=True):
         assert assert_parity(tokens, of, NUM_TOKENS) == 0
-    assert report.drafts_proposed > report.drafts_accepted > 0
+    assert report.engine.drafts_proposed > report.engine.drafts_accepted > 0
     if max_step_tokens == 4096:
-        assert report.steps < report.tokens_generated
+        assert report.engine.steps < report.engine.tokens_generated
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ async def test_nothing_depends_on_drafts(changes: dict[str, Any]) -> None:
     requests = [(of, changes) for of in PROMPTS]
     plain, _ = await answers(requests)
     guessed, report = await answers(requests, speculation=EAGER)
-    assert report.drafts_proposed > 0
+    assert report.engine.drafts_proposed > 0
     assert [(tokens, reason) for tokens, _, reason in guessed] == [(tokens, reason) for tokens, _, reason in plain]
     for (_, ours, _), (_, theirs, _) in zip(guessed, plain, strict=True):
         assert [each.logprob for each in ours] == pytest.approx([each.logprob for each in theirs], abs=1e-4)
@@ -96,7 +96,7 @@ async def test_the_end_may_lie_inside_an_accepted_run() -> None:
     """Makes every position of the answer the last one, by count and by id."""
     of = PROMPTS[0]
     ((whole, _, _),), report = await answers([(of, {"stop": LONG, "sampling": THREE})], speculation=EAGER)
-    assert report.drafts_accepted > 3
+    assert report.engine.drafts_accepted > 3
     counts = [(of, {"stop": StopConditions(n, ignore_eos=True), "sampling": THREE}) for n in range(1, NUM_TOKENS)]
     ids = [
         (of, {"stop": StopConditions(NUM_TOKENS, (), (token,)), "sampling": THREE}) for token in dict.fromkeys(whole)
@@ -113,4 +113,4 @@ async def test_a_grammar_is_followed_without_guessing() -> None:
         request = r.request(PROMPTS[2], NUM_TOKENS, sampling=SamplingParams(temperature=0.0, grammar=grammar))
         assert (await r.run(request, PROMPTS[2])).error is None
         assert loaded().codec.decode(r.tokens(request)[:-1]) == "ab" * 8
-        assert r.service.report().drafts_proposed == 0
+        assert r.service.report().engine.drafts_proposed == 0

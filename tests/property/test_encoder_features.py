@@ -240,10 +240,10 @@ def test_transfers_are_summed_from_lease_to_release() -> None:
         clock.advance(seconds)
         assert table.release(lease_of(unit), generation)
         assert not table.release(lease_of(unit), generation), "it is released once"
-    assert (table.sums.num_transfers, table.sums.transfer_s) == (2, 2.0 + 5.0)
+    assert (table.usage().num_transfers, table.usage().transfer_s) == (2, 2.0 + 5.0)
     clock.advance(LEASE_S)
     assert table.expire() == 1
-    assert (table.sums.num_transfers, table.sums.transfer_s) == (2, 7.0)
+    assert (table.usage().num_transfers, table.usage().transfer_s) == (2, 7.0)
 
 
 def test_one_slot_in_eight_leased_costs_a_large_request_no_cached_feature() -> None:
@@ -254,14 +254,14 @@ def test_one_slot_in_eight_leased_costs_a_large_request_no_cached_feature() -> N
         table.lease(lease_of(unit), MemberId("router-1"))
     wanted = UnitKey(MmHash("large"), 0)
     assert table.reserve(wanted, 8 * 1024 - UNIT_BYTES, 1) is None
-    assert table.sums.num_evictions == 0
+    assert table.usage().num_evictions == 0
     assert table.reserve(UnitKey(MmHash("fits"), 0), 7 * 1024 - UNIT_BYTES, 1) is not None
-    assert table.sums.evicted_bytes == 7 * (1024 - UNIT_BYTES)
+    assert table.usage().evicted_bytes == 7 * (1024 - UNIT_BYTES)
     assert table.reserve(wanted, 8 * 1024 - UNIT_BYTES, 1) is None
-    assert table.sums.num_evictions == 7
+    assert table.usage().num_evictions == 7
     table.end_worker(MemberId("worker-1"))
     assert table.reserve(wanted, 8 * 1024 - UNIT_BYTES, 1) is not None
-    assert table.sums.num_evictions == 7 + 8
+    assert table.usage().num_evictions == 7 + 8
     table.check_invariants()
 
 
@@ -274,7 +274,7 @@ def test_of_equal_features_the_least_recently_used_goes_first() -> None:
         assert table.is_ready(oldest)
         assert table.reserve(UnitKey(MmHash(f"new-{number}"), 0), 1024 - UNIT_BYTES, 1) is not None
         assert not table.is_ready(oldest)
-    assert table.sums.num_evictions == 16
+    assert table.usage().num_evictions == 16
 
 
 def test_a_large_feature_among_small_ones_evicts_what_it_takes() -> None:
@@ -282,7 +282,7 @@ def test_a_large_feature_among_small_ones_evicts_what_it_takes() -> None:
     is among them."""
     table, stored = packed_table(1024, 256)
     assert table.reserve(UnitKey(MmHash("picture"), 0), 64 * 256 - UNIT_BYTES, 1) is not None
-    assert table.sums.num_evictions == 64
+    assert table.usage().num_evictions == 64
     assert not table.is_ready(stored[0])
     table.check_invariants()
 
@@ -298,12 +298,12 @@ def test_what_is_due_claims_a_range_that_its_leases_leave_and_nobody_takes() -> 
             table.lease(LeaseKey(MemberId("worker-1"), attempts[0], unit), MemberId("router-1"))
     wanted, nbytes = UnitKey(MmHash("wanted"), 0), 8 * 1024 - UNIT_BYTES
     assert table.reserve(wanted, nbytes, 1) is None
-    assert table.sums.num_evictions == 0, "nothing is claimed before it is due"
+    assert table.usage().num_evictions == 0, "nothing is claimed before it is due"
     assert table.reserve(wanted, nbytes, 1, is_due=True) is None
     table.check_invariants()
     aside = [unit for number, unit in enumerate(stored) if number % 4 == 0 and not table.is_ready(unit)]
     assert len(aside) == 2
-    assert table.sums.num_evictions == 6
+    assert table.usage().num_evictions == 6
     assert table.usage().num_leases == 4
     other = UnitKey(MmHash("other"), 0)
     assert table.reserve(other, nbytes, 1, is_due=True) is None, "one range is claimed at a time"

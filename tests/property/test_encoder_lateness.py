@@ -197,5 +197,5 @@ def test_calls_that_have_ended_are_late_for_nothing() -> None:
     assert error_of(machine, 0) is None
     machine.pass_time(TIME_LEFT_S)
     assert error_of(machine, 0) is None
-    assert machine.pipeline.tally.num_items_failed == 0
+    assert machine.pipeline.stats.num_failed == 0
     machine.teardown()

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_worker_receiver import ACTIONS, finish, play, requests
 from worker_world import ROW_BYTES, World, request_of, unit_of
 
-from fabric.contracts import AttemptId, FeatureTicket, GenerateRequest, RequestId
+from fabric.contracts import AttemptId, FeatureStats, FeatureTicket, GenerateRequest, RequestId
 from fabric.transport import LandedFeature
 from llm_workers.features import HostCache
 from llm_workers.features.host_cache import NO_SLOT
@@ -31,7 +31,8 @@ class Cache(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = HostCache(BUDGET)
+        self.stats = FeatureStats()
+        self.cache = HostCache(BUDGET, self.stats)
         self.free: list[tuple[str, int, int]] = []
         """Holds `(name, value, bytes)`, the least recently used first."""
         self.lent: list[tuple[str, int, int]] = []
@@ -81,7 +82,7 @@ class Cache(RuleBasedStateMachine):
         assert [name for name in "abcdef" if unit_of(name) in self.cache] == sorted(one[0] for one in self.free)
         assert [name for name in "abcdef" if self.cache.is_lent(unit_of(name))] == sorted(one[0] for one in self.lent)
         assert self.cache.used_bytes == sum(one[2] for one in (*self.free, *self.lent)) <= BUDGET
-        assert self.cache.num_hits == self.num_hits
+        assert self.stats.num_kept_hits == self.num_hits
 
 
 Cache.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
@@ -149,17 +150,17 @@ def asked(mode: str, is_prefix_cached: bool, num_requests: int) -> tuple[int, Wo
 
 def test_what_was_kept_is_not_asked_for_again() -> None:
     num_announced, world = asked("always", True, 4)
-    assert (num_announced, world.receiver.store.host_cache.num_hits) == (1, 3)
+    assert (num_announced, world.receiver.store.stats.num_kept_hits) == (1, 3)
     assert world.receiver.store.host_cache.used_bytes == 2 * ROW_BYTES
     assert not world.sink.slots
 
 
 def test_auto_keeps_from_the_second_time_on() -> None:
     num_announced, world = asked("auto", True, 5)
-    assert (num_announced, world.receiver.store.host_cache.num_hits) == (2, 3)
+    assert (num_announced, world.receiver.store.stats.num_kept_hits) == (2, 3)
 
 
 def test_never_keeps_nothing() -> None:
     num_announced, world = asked("never", False, 3)
-    cache = world.receiver.store.host_cache
-    assert (num_announced, cache.num_hits, cache.used_bytes) == (3, 0, 0)
+    store = world.receiver.store
+    assert (num_announced, store.stats.num_kept_hits, store.host_cache.used_bytes) == (3, 0, 0)

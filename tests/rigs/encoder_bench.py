@@ -144,9 +144,9 @@ class Bench:
 
     async def step(self) -> None:
         """Opens the gate for one forward pass and waits until the service reports its end."""
-        num_batches = self.service.report().batches
+        num_batches = self.service.report().device.num_batches
         self.model.gate.set()
-        await self.until(lambda: self.service.report().batches > num_batches)
+        await self.until(lambda: self.service.report().device.num_batches > num_batches)
 
     async def queued(self, num_units: int) -> None:
         """Waits until `num_units` units are decoded and wait for their forward pass."""
@@ -174,9 +174,9 @@ class Bench:
         """Releases everything that was announced, and asserts that nothing is in use afterwards."""
         for message in self.ready:
             self.release(message)
-        await self.until(lambda: self.service.report().num_leases == 0)
+        await self.until(lambda: self.service.report().arena.num_leases == 0)
         report = self.service.report()
-        assert (report.arena_bytes_used, report.queued_cost, report.num_queued, report.num_encoding) == (0, 0, 0, 0)
+        assert (report.arena.used_bytes, report.queued_cost, report.num_queued, report.num_encoding) == (0, 0, 0, 0)
         self.service.check_invariants()
 
 

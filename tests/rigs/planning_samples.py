@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fabric.contracts import (
+    ArenaStats,
     AttemptId,
+    DeviceStats,
     EncoderReport,
+    EngineStats,
+    FeatureStats,
+    ItemStats,
     MediaItem,
     Member,
     MemberId,
@@ -84,12 +89,13 @@ def encoder_member(name: str, host: str = "h-0", modalities: tuple[str, ...] = (
 
 
 def worker_report(name: str, seq: int, **changes: object) -> WorkerReport:
-    fields: dict[str, object] = dict.fromkeys(WorkerReport.__struct_fields__, 0)
-    fields |= {"worker_id": name, "epoch": 1, "seq": seq, "acknowledged": ()}
-    return WorkerReport(**(fields | changes))
+    """Returns a report with these fields, which may be fields of its `engine` too; all others are 0."""
+    of_engine = {field: changes.pop(field) for field in EngineStats.__struct_fields__ if field in changes}
+    fields = {"worker_id": name, "epoch": 1, "seq": seq, "acknowledged": ()} | changes
+    return WorkerReport(**fields, engine=EngineStats(**of_engine), features=FeatureStats())
 
 
 def encoder_report(name: str, seq: int, **changes: object) -> EncoderReport:
-    fields: dict[str, object] = dict.fromkeys(EncoderReport.__struct_fields__, 0)
-    fields |= {"encoder_id": name, "epoch": 1, "seq": seq, "acknowledged": (), "costs": ()}
-    return EncoderReport(**(fields | changes))
+    """Returns a report with these fields; all others are 0."""
+    fields = {"encoder_id": name, "epoch": 1, "seq": seq, "acknowledged": ()} | changes
+    return EncoderReport(**fields, items=ItemStats(), device=DeviceStats(), arena=ArenaStats())

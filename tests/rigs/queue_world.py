@@ -19,6 +19,7 @@ from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB,
 
 from fabric.contracts import (
     AttemptId,
+    FeatureStats,
     GenerateRequest,
     Member,
     MemberId,
@@ -27,11 +28,9 @@ from fabric.contracts import (
     StopConditions,
     context_scale_tokens,
 )
-from fabric.transport import LocalChannelHub, LocalFeatureSink
 from llm_workers.compute import PagedKV, ReferencedFeatures, Runner, calibrate, select_backend
 from llm_workers.engine import Engine
 from llm_workers.engine_interface import Update
-from llm_workers.features import HostCache
 from llm_workers.scheduling import FeatureReferences, Scheduler, SequenceTimes, StepPlan
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_reports import WorkerReporter
@@ -128,8 +127,7 @@ class QueueWorld:
         self.scheduler = Scheduler(self.config, SHAPE.max_model_len, self.clock, scale)
         self._updates: list[Update] = []
         self.engine = Engine(self.scheduler, runner, self.clock, self._updates.append)
-        sink = LocalFeatureSink(LocalChannelHub(), "worker", 1 << 12)
-        self.reporter = WorkerReporter(WORKER, self.config, self.scheduler.stats(), sink, HostCache(0))
+        self.reporter = WorkerReporter(WORKER, self.config, self.scheduler.stats(), FeatureStats)
         calibrate(runner, TinyFamily, self.config, self.reporter.costs, self.clock)
         self.cluster = ClusterState(SHAPE, self.config.block_size, random.Random(1))
         self.cluster.update_members([Member(WORKER, "worker", "local://worker", "h", 0)])

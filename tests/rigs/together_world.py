@@ -271,7 +271,7 @@ class World:
     def _progress(self) -> tuple[int, ...]:
         stats = [worker.scheduler.stats() for worker in self.workers]
         computed = sum(each.prompt_tokens_computed + each.tokens_generated for each in stats)
-        encoded = sum(encoder.pipeline.device_queue.tally.num_batches for encoder in self.encoders)
+        encoded = sum(encoder.pipeline.device_queue.stats.num_batches for encoder in self.encoders)
         return (computed, encoded, self._num_messages, sum(task.done() for task in self._tasks))
 
     async def close(self) -> None:

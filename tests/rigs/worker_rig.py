@@ -266,8 +266,8 @@ class Rig:
         """Waits until the worker holds no sequence, block, slot or announcement."""
 
         def is_idle() -> bool:
-            report = self.service.report()
-            gauges = (report.num_running, report.num_waiting, report.kv_blocks_used, report.num_features)
+            stats = self.service.report().engine
+            gauges = (stats.num_running, stats.num_waiting, stats.kv_blocks_used, stats.num_features)
             return not any(gauges) and self.sink.usage().used_bytes == 0 and self.service.num_units_held == 0
 
         await self.until(is_idle)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from encoder_pool.device_queue import BusyTime, DeviceTally
+from encoder_pool.device_queue import BusyTime
+from fabric.contracts import DeviceStats
 
 
 class TestBusyTime:
@@ -21,9 +22,9 @@ class TestBusyTime:
         assert busy.fraction == pytest.approx(0.25)
 
 
-class TestTally:
+class TestDeviceStats:
     def test_forwards_are_summed(self) -> None:
-        tally = DeviceTally()
-        tally.batch_ended(num_units=3, cost=100, seconds=0.5)
-        tally.batch_ended(num_units=1, cost=20, seconds=0.25)
-        assert (tally.num_batches, tally.num_units, tally.encoded_cost, tally.forward_s) == (2, 4, 120, 0.75)
+        stats = DeviceStats()
+        stats.batch_ended(num_units=3, cost=100, seconds=0.5)
+        stats.batch_ended(num_units=1, cost=20, seconds=0.25)
+        assert (stats.num_batches, stats.num_units, stats.encoded_cost, stats.forward_s) == (2, 4, 120, 0.75)

@@ -101,8 +101,25 @@ async def test_every_metric_of_a_serving_router_is_listed_with_its_labels() -> N
 
 @pytest.mark.parametrize("row", metric_rows(), ids=lambda row: row.name)
 def test_every_metric_has_a_meaning_and_a_group(row: reference_tables.MetricRow) -> None:
-    assert row.meaning.endswith("."), "write a docstring below the field of the report, or a help text"
+    assert row.meaning.endswith("."), "write a help text"
     assert any(row.name.startswith(prefix) for prefix in reference_tables.METRIC_GROUPS)
+    assert set(re.findall(r"`(weft_\w+)`", row.meaning)) <= {other.name for other in metric_rows()}
+
+
+OLD_METRICS = (Path(__file__).parent / "metrics_of_0_1_0.txt").read_text().splitlines()
+"""Holds the metrics of version 0.1.0, each as its name, its kind and its labels. A name behind an arrow has replaced
+the first one."""
+
+
+@pytest.mark.parametrize("line", OLD_METRICS, ids=lambda line: line.split()[0])
+def test_a_metric_keeps_its_name_kind_and_labels_unless_the_changelog_names_it(line: str) -> None:
+    old, _, new = line.partition(" -> ")
+    name, kind, labels = old.split()
+    (row,) = (row for row in metric_rows() if row.name == (new or name))
+    assert (row.type, ",".join(row.labels) or "-") == (kind, labels)
+    if new:
+        changelog = (ROOT / "CHANGELOG.md").read_text()
+        assert f"`{name}` is now `{new}`" in changelog
 
 
 def test_every_error_is_listed_once() -> None:

@@ -16,6 +16,7 @@ import pytest
 from fabric.contracts import (
     AttemptId,
     EngineFailed,
+    EngineStats,
     GenerateRequest,
     KvSnapshot,
     MemberId,
@@ -37,7 +38,6 @@ from llm_workers.scheduling import (
     FeatureReference,
     FinishedSequence,
     Guide,
-    SchedulerStats,
     SequenceTimes,
     SequenceTokens,
     StepCosts,
@@ -53,7 +53,7 @@ SHAPE = ModelShape(
     hidden_size=8, num_levels=1, num_layers=1, num_kv_heads=1, head_dim=8, vocab_size=100, max_model_len=100
 )
 TIMES = SequenceTimes(0.0, 0.1, 0.0, 0.2, 0.5)
-IDLE = SchedulerStats(*[0] * 6, kv_blocks_total=7, **dict.fromkeys(SchedulerStats._fields[7:14], 0))
+IDLE = EngineStats(kv_blocks_total=7)
 
 
 class TextFamily:
@@ -96,7 +96,7 @@ class EchoEngine:
             size = len(request.token_ids)
             finished = FinishedSequence(sequence_id, "stop", size, size, 0, TIMES)
             update.events = StepEvents((tokens,), (finished,), (), (), ())
-            update.stats = IDLE._replace(tokens_generated=size)
+            update.stats = EngineStats(kv_blocks_total=7, tokens_generated=size)
         else:
             self.open.append(attempt)
         self.on_update(update)
@@ -115,7 +115,7 @@ class EchoEngine:
     def request_snapshot(self, address: str) -> None:
         self.on_update(Update(snapshots=[BlockSnapshot(address, 5, ())]))
 
-    def stats(self) -> SchedulerStats:
+    def stats(self) -> EngineStats:
         return IDLE
 
     def seconds_by_part(self) -> Mapping[str, float]:
@@ -177,14 +177,14 @@ def request(name: str, *token_ids: int) -> GenerateRequest:
 
 async def test_any_engine_serves_requests_and_its_numbers_are_reported(served: Served) -> None:
     before = served.service.report()
-    assert (before.kv_blocks_total, before.tokens_generated) == (7, 0)
+    assert (before.engine.kv_blocks_total, before.engine.tokens_generated) == (7, 0)
     assert before.prefill_s_per_token == pytest.approx(0.1), "what the engine was measured to take"
     result = await served.service.generate(request("a", 4, 5, 6))
     assert result.error is None
     assert [(one.finish_reason, one.num_tokens) for one in result.choices] == [("stop", 3)]
     await served.until(lambda: served.of(TokenFrames))
     assert served.of(TokenFrames)[0].frames[0].token_ids == (4, 5, 6)
-    assert served.service.report().tokens_generated == 3
+    assert served.service.report().engine.tokens_generated == 3
     await served.until(lambda: served.of(WorkerReport) and served.of(KvSnapshot))
     assert served.of(KvSnapshot)[0].last_seq == 5
     assert served.service.seconds_by_part() == {"echo": 1.5}

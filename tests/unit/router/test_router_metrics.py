@@ -3,8 +3,9 @@ leaves."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Annotated, get_type_hints
 
 import msgspec
 import pytest
@@ -29,9 +30,9 @@ from fabric.contracts import (
     TokenFrames,
     WorkerReport,
 )
+from fabric.contracts.member_reports import ReportedMetric, counter, gauge, metrics_of
 from modalities.family import DEFAULT_OPTIONS, ItemPlan, MediaHeader, MediaOptions
 from router.observe import RouterMetrics
-from router.observe.router_metrics import ENCODER_COUNTERS, ENCODER_GAUGES, WORKER_COUNTERS, WORKER_GAUGES
 from router.run import Admission
 
 
@@ -278,14 +279,56 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
         assert b'worker="worker-0"' not in cluster.service.metrics.exposition()
 
 
-@pytest.mark.parametrize(
-    ("report", "gauges", "counters"),
-    [(WorkerReport, WORKER_GAUGES, WORKER_COUNTERS), (EncoderReport, ENCODER_GAUGES, ENCODER_COUNTERS)],
-)
-def test_every_number_of_a_report_is_a_series(report: type, gauges: dict[str, str], counters: dict[str, str]) -> None:
-    numbers = {name for name, kind in report.__annotations__.items() if kind in ("int", "float")}
-    assert numbers - {"epoch", "seq"} == set(gauges) | set(counters)
-    assert not set(gauges) & set(counters)
+REPORT_TO_PREFIX = {WorkerReport: "weft_worker_", EncoderReport: "weft_encoder_", EncodeCost: "weft_encoder_modality_"}
+
+
+def numbers_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
+    """Yields the path of every number in a report and its parts."""
+    for field, kind in get_type_hints(struct).items():
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from numbers_of(kind, f"{path}{field}.")
+        elif kind in (int, float):
+            yield path + field
+
+
+@pytest.mark.parametrize("report", REPORT_TO_PREFIX)
+def test_every_number_of_a_report_declares_one_metric(report: type[msgspec.Struct]) -> None:
+    declared = metrics_of(report)
+    assert sorted(path for path, _ in declared) == sorted(set(numbers_of(report)) - {"epoch", "seq"})
+    names = [metric.name for _, metric in declared]
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not name.startswith(REPORT_TO_PREFIX[report])] == []
+    for _, metric in declared:
+        assert metric.text.endswith("."), metric.name
+
+
+class PausesStats(msgspec.Struct):
+    num_pauses: Annotated[int, counter("weft_worker_pauses", "Pauses of the worker.")] = 0
+    num_hidden: int = 0
+
+
+class PausesReport(msgspec.Struct):
+    pauses: PausesStats
+    load_s: Annotated[float, gauge("weft_worker_load_seconds", "Load of the worker.")] = 0.5
+
+
+def test_metrics_are_found_in_a_report_and_in_its_parts() -> None:
+    assert metrics_of(PausesReport) == (
+        ("pauses.num_pauses", ReportedMetric("counter", "weft_worker_pauses", "Pauses of the worker.")),
+        ("load_s", ReportedMetric("gauge", "weft_worker_load_seconds", "Load of the worker.")),
+    )
+
+
+async def test_metrics_of_members_have_the_kind_and_the_text_of_their_field() -> None:
+    async with fake_cluster() as cluster:
+        report = cluster.workers[0].report(1)
+        report.engine.num_preemptions = 3
+        cluster.service.metrics.reports.put(report)
+        lines = cluster.service.metrics.exposition().decode().splitlines()
+    assert "# HELP weft_worker_num_running Sequences that have begun, including those that wait for a feature." in lines
+    assert "# TYPE weft_worker_num_running gauge" in lines
+    assert "# TYPE weft_worker_preemptions_total counter" in lines
+    assert 'weft_worker_preemptions_total{worker="worker-0"} 3.0' in lines
 
 
 async def test_encoders_costs_are_told_by_modality() -> None:

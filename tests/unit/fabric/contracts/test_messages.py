@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import fabric.contracts.calls as calls
 import fabric.contracts.messages as messages
-from fabric.contracts import MmHash, ProtocolError, UnitKey
+from fabric.contracts import EngineStats, FeatureStats, MmHash, ProtocolError, UnitKey, WorkerReport
 
 PLANE = typing.get_args(messages.PlaneMessage)
 CALLS = (calls.EncodeRequest, calls.EncodeResult, calls.GenerateRequest, calls.GenerateResult)
@@ -114,6 +114,14 @@ def test_nested_ids_come_back_as_their_types() -> None:
 def test_a_field_appended_later_does_not_break_an_older_reader() -> None:
     data = msgspec.msgpack.encode(["AbortAttempt", "r", 1, [0], "a field of a later version"])
     assert messages.decode_message(data) == messages.AbortAttempt("r", 1, (0,))
+
+
+def test_a_part_of_a_report_may_have_fewer_or_more_fields_than_the_reader_knows() -> None:
+    engine = [5, 3, *[9] * len(EngineStats.__struct_fields__)]
+    report = messages.decode_message(msgspec.msgpack.encode(["WorkerReport", "w", 1, 2, [], engine, []]))
+    assert isinstance(report, WorkerReport)
+    assert (report.engine.num_running, report.engine.num_waiting, report.engine.drafts_accepted) == (5, 3, 9)
+    assert (report.features, report.is_lost) == (FeatureStats(), False)
 
 
 def test_an_item_counts_its_rows_and_names_its_units() -> None:

@@ -268,7 +268,7 @@ def test_a_workers_report_becomes_its_view_number_by_number() -> None:
         num_running=9,
         num_waiting=2,
         queued_tokens=500,
-        queued_flat_tokens=650.0,
+        queued_weighted_tokens=650.0,
         num_decoding=7,
         kv_blocks_total=100,
         kv_blocks_used=40,

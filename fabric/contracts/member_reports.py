@@ -1,0 +1,423 @@
+"""Defines the reports that workers and encoders send to routers, and the metrics that routers make of them.
+
+A report is sent several times a second and on change, and a router keeps the newest one. Times are in seconds and
+memory is in bytes. `seq` only grows within one `epoch`, the member's life.
+
+A number that operators see declares its metric in its field: `gauge` or `counter` gives the kind, the name and the help
+text. Routers export what `metrics_of` finds, so no other file names the metric. The numbers of one part of a member are
+a struct of their own (`EngineStats`, `FeatureStats`, `ItemStats`, `DeviceStats`, `ArenaStats`). The part counts in such
+a struct, and a copy of it travels in the report. So a new counter is a field here and the line that counts. Fields are
+only appended to each struct.
+
+This module knows nothing of Prometheus, of how a number comes about, and of what a router does with a report.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Literal, NamedTuple, get_type_hints
+
+import msgspec
+
+from fabric.contracts.calls import PlaneWire, Wire
+from fabric.contracts.identity import AttemptId, MemberId
+
+# ---------------------------------------------------------------- metrics of fields
+
+
+class ReportedMetric(NamedTuple):
+    """A `ReportedMetric` says how a number of a report appears in a router's metrics."""
+
+    kind: Literal["gauge", "counter"]
+    name: str
+    """Names the metric in full, but without the suffix `_total`, which Prometheus adds to counters."""
+    text: str
+    """Explains the metric to operators, in `/metrics` and in the documentation."""
+
+
+def gauge(name: str, text: str) -> ReportedMetric:
+    """Returns the metric of a number that rises and falls."""
+    return ReportedMetric("gauge", name, text)
+
+
+def counter(name: str, text: str) -> ReportedMetric:
+    """Returns the metric of a number that only grows while the member lives."""
+    return ReportedMetric("counter", name, text)
+
+
+@cache
+def metrics_of(struct: type[msgspec.Struct]) -> tuple[tuple[str, ReportedMetric], ...]:
+    """Returns each metric that the struct or a struct in one of its fields declares, after the path of its field, for
+    example `engine.steps`."""
+    found: list[tuple[str, ReportedMetric]] = []
+    for field, hint in get_type_hints(struct, include_extras=True).items():
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            found += [(f"{field}.{path}", metric) for path, metric in metrics_of(hint)]
+        declared = getattr(hint, "__metadata__", ())
+        found += [(field, metric) for metric in declared if isinstance(metric, ReportedMetric)]
+    return tuple(found)
+
+
+# ---------------------------------------------------------------- workers
+
+
+class EngineStats(msgspec.Struct, array_like=True):
+    """Holds the numbers of a worker's engine. The engine counts in one `EngineStats` and hands out copies."""
+
+    num_running: Annotated[
+        int, gauge("weft_worker_num_running", "Sequences that have begun, including those that wait for a feature.")
+    ] = 0
+    num_waiting: Annotated[
+        int, gauge("weft_worker_num_waiting", "Sequences that have not begun; they hold no KV blocks.")
+    ] = 0
+    num_at_doorstep: Annotated[
+        int,
+        gauge(
+            "weft_worker_num_waiting_for_features",
+            "Sequences that can't continue until the feature of their next placeholder arrives.",
+        ),
+    ] = 0
+    queued_tokens: Annotated[
+        int,
+        gauge(
+            "weft_worker_queued_tokens",
+            "Tokens of admitted requests that could be computed now and are not yet. Tokens behind a missing feature, "
+            "tokens that a choice takes over from another choice, and the next token of a sequence that decodes do not "
+            "count.",
+        ),
+    ] = 0
+    queued_weighted_tokens: Annotated[
+        float,
+        gauge(
+            "weft_worker_queued_weighted_tokens",
+            "The tokens of `weft_worker_queued_tokens`, weighted by their contexts: the number of tokens without a "
+            "context that would take as long.",
+        ),
+    ] = 0.0
+    num_decoding: Annotated[
+        int, gauge("weft_worker_num_decoding", "Sequences of which only the next token is to be computed.")
+    ] = 0
+    kv_blocks_used: Annotated[
+        int,
+        gauge("weft_worker_kv_blocks_used", "KV blocks that sequences use; blocks that are only cached do not count."),
+    ] = 0
+    kv_blocks_total: Annotated[int, gauge("weft_worker_kv_blocks_total", "KV blocks of the worker.")] = 0
+    num_features: Annotated[int, gauge("weft_worker_num_features", "Features that the engine can read.")] = 0
+    steps: Annotated[int, counter("weft_worker_steps", "Steps that were computed.")] = 0
+    tokens_generated: Annotated[int, counter("weft_worker_tokens_generated", "Generated tokens.")] = 0
+    prompt_tokens_computed: Annotated[
+        int,
+        counter(
+            "weft_worker_prompt_tokens_computed",
+            "Prompt tokens that were computed; those that are computed again after a preemption count again.",
+        ),
+    ] = 0
+    prefix_hit_tokens: Annotated[
+        int, counter("weft_worker_prefix_hit_tokens", "Prompt tokens that were found in the prefix cache.")
+    ] = 0
+    prefix_query_tokens: Annotated[
+        int,
+        counter(
+            "weft_worker_prefix_query_tokens",
+            "Prompt tokens of all sequences that have begun. `weft_worker_prefix_hit_tokens_total` counts those of "
+            "them that were found in the prefix cache.",
+        ),
+    ] = 0
+    num_preemptions: Annotated[
+        int,
+        counter(
+            "weft_worker_preemptions",
+            "Preemptions: a sequence gave up its KV blocks to a sequence of higher rank and had to begin again.",
+        ),
+    ] = 0
+    drafts_proposed: Annotated[
+        int,
+        counter(
+            "weft_worker_drafts_proposed",
+            "Guessed tokens that were computed. `weft_worker_drafts_accepted_total` counts those of them that were "
+            "right.",
+        ),
+    ] = 0
+    drafts_accepted: Annotated[
+        int, counter("weft_worker_drafts_accepted", "Guessed tokens that were right and were sent.")
+    ] = 0
+
+
+class FeatureStats(msgspec.Struct, array_like=True):
+    """Holds the numbers of a worker's inbox and of the features that it keeps. The worker's feature store counts in one
+    `FeatureStats` and hands out copies."""
+
+    inbox_bytes_used: Annotated[
+        int,
+        gauge(
+            "weft_worker_inbox_bytes_used", "Bytes of the inbox that hold features or wait for the end of a transfer."
+        ),
+    ] = 0
+    inbox_bytes_total: Annotated[int, gauge("weft_worker_inbox_bytes_total", "Size of the inbox in bytes.")] = 0
+    num_quarantined: Annotated[
+        int,
+        gauge(
+            "weft_worker_num_quarantined",
+            "Slots of the inbox whose transfer did not end. They stay unused, because bytes of a frozen encoder may "
+            "still arrive there.",
+        ),
+    ] = 0
+    kept_bytes_used: Annotated[
+        int,
+        gauge("weft_worker_kept_bytes_used", "Bytes of host memory that hold features which are kept after prefill."),
+    ] = 0
+    num_kept_hits: Annotated[
+        int,
+        counter(
+            "weft_worker_kept_hits", "Features that were kept and used again, so that no encoder had to send them."
+        ),
+    ] = 0
+
+
+class WorkerReport(PlaneWire, frozen=True):
+    """The worker sends this to routers: its load, its costs and its counters."""
+
+    worker_id: MemberId
+    epoch: int
+    seq: int
+    acknowledged: tuple[AttemptId, ...]
+    """Lists the attempts that the numbers already contain; the router stops adding them locally."""
+    engine: EngineStats
+    features: FeatureStats
+    prefill_s_per_token: Annotated[
+        float,
+        gauge(
+            "weft_worker_prefill_seconds_per_token",
+            "Seconds that a weighted token adds to a step, measured at the start and corrected by every step; 0 until "
+            "known.",
+        ),
+    ] = 0.0
+    step_overhead_s: Annotated[
+        float,
+        gauge(
+            "weft_worker_step_overhead_seconds",
+            "Time of a step that does not depend on its tokens, measured at the start and corrected by every step.",
+        ),
+    ] = 0.0
+    decode_s_per_sequence: Annotated[
+        float,
+        gauge(
+            "weft_worker_decode_seconds_per_sequence",
+            "Time that a decoding sequence adds to a step. A step takes `weft_worker_step_overhead_seconds`, this time "
+            "for each decoding sequence, and `weft_worker_prefill_seconds_per_token` for each weighted token of the "
+            "other sequences.",
+        ),
+    ] = 0.0
+    residence_s: Annotated[
+        float,
+        gauge(
+            "weft_worker_residence_seconds",
+            "Recent average of the time from a sequence's first step to its end; 0 until a sequence has ended.",
+        ),
+    ] = 0.0
+    max_step_tokens: Annotated[
+        int, gauge("weft_worker_max_step_tokens", "Most tokens that one step may compute; 0 if unknown.")
+    ] = 0
+    max_sequences: Annotated[
+        int, gauge("weft_worker_max_sequences", "Most sequences that one step may compute; 0 if unknown.")
+    ] = 0
+    is_lost: bool = False
+    """This says that the engine has died: the worker ends its requests and takes no more."""
+
+
+# ---------------------------------------------------------------- encoders
+
+
+class ItemStats(msgspec.Struct, array_like=True):
+    """Holds the sums over the items of an encoder. The encoder's pipeline counts in one `ItemStats`; a report contains
+    a copy."""
+
+    num_received: Annotated[
+        int,
+        counter(
+            "weft_encoder_items_received",
+            "Items that routers asked for; a content that occurs several times in one call counts once.",
+        ),
+    ] = 0
+    num_failed: Annotated[
+        int,
+        counter(
+            "weft_encoder_items_failed",
+            "Items that failed or were refused, counted once for each call that asked for them.",
+        ),
+    ] = 0
+    num_decoded: Annotated[int, counter("weft_encoder_items_decoded", "Items that were decoded.")] = 0
+    num_encoded: Annotated[int, counter("weft_encoder_items_encoded", "Items that were encoded.")] = 0
+    num_cache_hits: Annotated[
+        int,
+        counter(
+            "weft_encoder_cache_hits",
+            "Items whose features were still in the arena, so that nothing had to be encoded.",
+        ),
+    ] = 0
+    cache_hit_bytes: Annotated[
+        int, counter("weft_encoder_cache_hit_bytes", "Bytes of the features of `weft_encoder_cache_hits_total`.")
+    ] = 0
+    decode_s: Annotated[
+        float, counter("weft_encoder_decode_seconds", "Time of decoding files to pixels or samples.")
+    ] = 0.0
+    preprocess_s: Annotated[
+        float,
+        counter(
+            "weft_encoder_preprocess_seconds",
+            "Time of turning pixels or samples into the encoder's input, in helper processes and on the device.",
+        ),
+    ] = 0.0
+
+
+class DeviceStats(msgspec.Struct, array_like=True):
+    """Holds the sums over the forward passes of an encoder's device. The device queue counts in one `DeviceStats`; a
+    report contains a copy."""
+
+    num_batches: Annotated[int, counter("weft_encoder_batches", "Forward passes.")] = 0
+    num_units: Annotated[
+        int, counter("weft_encoder_batch_units", "Units in the forward passes of `weft_encoder_batches_total`.")
+    ] = 0
+    encoded_cost: Annotated[
+        int, counter("weft_encoder_batch_cost", "Cost of the units in `weft_encoder_batch_units_total`.")
+    ] = 0
+    forward_s: Annotated[float, counter("weft_encoder_forward_seconds", "Time of forward passes.")] = 0.0
+
+    def batch_ended(self, num_units: int, cost: int, seconds: float) -> None:
+        """Counts a forward pass that has ended."""
+        self.num_batches += 1
+        self.num_units += num_units
+        self.encoded_cost += cost
+        self.forward_s += seconds
+
+
+class ArenaStats(msgspec.Struct, array_like=True):
+    """Holds the numbers of an encoder's arena and of the features in it. The encoder's feature table counts in one
+    `ArenaStats` and hands out copies."""
+
+    used_bytes: Annotated[
+        int,
+        gauge("weft_encoder_arena_bytes_used", "Bytes of features that are being written or are leased to workers."),
+    ] = 0
+    cached_bytes: Annotated[
+        int,
+        gauge("weft_encoder_arena_bytes_cached", "Bytes of complete features without a lease, which may be evicted."),
+    ] = 0
+    total_bytes: Annotated[int, gauge("weft_encoder_arena_bytes_total", "Size of the arena in bytes.")] = 0
+    encoding_bytes: Annotated[
+        int,
+        gauge("weft_encoder_arena_bytes_encoding", "Part of `weft_encoder_arena_bytes_used` that is being written."),
+    ] = 0
+    num_leases: Annotated[int, gauge("weft_encoder_num_leases", "Leases under which workers may read features.")] = 0
+    num_encoding: Annotated[int, gauge("weft_encoder_num_features_encoding", "Features that are being written.")] = 0
+    num_cached: Annotated[
+        int, gauge("weft_encoder_num_features_cached", "Features that are complete and have no lease.")
+    ] = 0
+    num_staged: Annotated[
+        int, gauge("weft_encoder_num_features_staged", "Features that are complete and leased to a worker.")
+    ] = 0
+    num_transfers: Annotated[
+        int,
+        counter(
+            "weft_encoder_transfers",
+            "Units that a worker has released, because it has read them or does not need them.",
+        ),
+    ] = 0
+    transfer_s: Annotated[
+        float,
+        counter(
+            "weft_encoder_transfer_seconds",
+            "Time from the announcement of a unit to its release, summed over `weft_encoder_transfers_total`.",
+        ),
+    ] = 0.0
+    num_evictions: Annotated[
+        int, counter("weft_encoder_evictions", "Cached features that were evicted to make room.")
+    ] = 0
+    evicted_bytes: Annotated[
+        int, counter("weft_encoder_evicted_bytes", "Bytes of the features of `weft_encoder_evictions_total`.")
+    ] = 0
+
+
+class EncodeCost(Wire, frozen=True):
+    """Holds what a forward pass over one modality takes: `overhead_s + seconds_per_cost * cost`."""
+
+    modality: str
+    seconds_per_cost: Annotated[
+        float,
+        gauge(
+            "weft_encoder_modality_seconds_per_cost", "Time that a unit of cost adds to a forward pass, by modality."
+        ),
+    ]
+    overhead_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_modality_overhead_seconds",
+            "Time of a forward pass that does not depend on its cost, by modality.",
+        ),
+    ]
+
+
+class EncoderReport(PlaneWire, frozen=True):
+    """The encoder sends this to routers: its load, its costs and its counters. Costs are in patches, or in mel frames
+    for sounds."""
+
+    encoder_id: MemberId
+    epoch: int
+    seq: int
+    acknowledged: tuple[AttemptId, ...]
+    """Lists the attempts that the numbers already contain; the router stops adding them locally."""
+    items: ItemStats
+    device: DeviceStats
+    arena: ArenaStats
+    num_queued: Annotated[int, gauge("weft_encoder_num_queued", "Units that are not yet in a forward pass.")] = 0
+    queued_cost: Annotated[
+        int, gauge("weft_encoder_queue_cost", "Cost of the units that are not yet in a forward pass.")
+    ] = 0
+    num_encoding: Annotated[int, gauge("weft_encoder_num_encoding", "Units in the present forward pass.")] = 0
+    encode_s_per_cost: Annotated[
+        float,
+        gauge(
+            "weft_encoder_encode_seconds_per_cost",
+            "Time that a unit of cost adds to a forward pass, over all modalities, measured at the start and corrected "
+            "by every pass; 0 until known.",
+        ),
+    ] = 0.0
+    batch_overhead_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_batch_overhead_seconds",
+            "Time of a forward pass that does not depend on its cost, over all modalities.",
+        ),
+    ] = 0.0
+    costs: tuple[EncodeCost, ...] = ()
+    """Holds the same costs for each modality."""
+    num_items_queued: Annotated[
+        int, gauge("weft_encoder_num_items_queued", "Items whose last unit is not yet in a forward pass.")
+    ] = 0
+    queued_s: Annotated[
+        float,
+        gauge("weft_encoder_queue_seconds", "Predicted time of forward passes for `weft_encoder_queue_cost`."),
+    ] = 0.0
+    num_items_pending: Annotated[
+        int, gauge("weft_encoder_num_items_pending", "Items of open calls that have no result yet.")
+    ] = 0
+    num_in_flight: Annotated[
+        int,
+        gauge("weft_encoder_num_in_flight", "Items that are being decoded, are decoded, or are in the forward pass."),
+    ] = 0
+    max_in_flight: Annotated[
+        int,
+        gauge(
+            "weft_encoder_max_in_flight",
+            "Most items that may be in decoding, or decoded and waiting for a forward pass. Items in the forward pass "
+            "come in addition.",
+        ),
+    ] = 0
+    num_decoding: Annotated[int, gauge("weft_encoder_num_decoding", "Items that are being decoded.")] = 0
+    busy_fraction: Annotated[
+        float,
+        gauge(
+            "weft_encoder_busy_fraction",
+            "Fraction of the last second or so in which a forward pass was running, from 0 to 1.",
+        ),
+    ] = 0.0
