@@ -72,7 +72,13 @@ class RouterMetrics:
         self.ttft = self._histogram("ttft_seconds", "Time from the arrival of a request to its first token.", SECONDS)
         self.itl = self._histogram("itl_seconds", "Time between two tokens of a choice.", SECONDS)
         self.e2e = self._histogram("e2e_seconds", "Time from the arrival of a request to its end.", SECONDS)
-        self.stage = self._histogram("stage_seconds", "Time that requests spent in each stage.", SECONDS, ["stage"])
+        self.stage = self._histogram(
+            "stage_seconds",
+            "Time of a request by stage: making its prompt (`prompt`), from dispatch to the end of the worker's work "
+            "(`worker`), and everything outside the worker (`router`).",
+            SECONDS,
+            ["stage"],
+        )
         self.predicted_ttft = self._histogram(
             "predicted_ttft_seconds", "Time to first token that the planner predicted.", SECONDS
         )
@@ -124,7 +130,7 @@ class RouterMetrics:
         self.e2e.observe(timing.total_s)
         if timing.first_token_s is not None:
             self.ttft.observe(timing.first_token_s)
-        self.stage.labels("intake").observe(timing.intake_s)
+        self.stage.labels("prompt").observe(timing.prompt_s)
         self.stage.labels("worker").observe(timing.worker_s)
         self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
 
@@ -137,7 +143,8 @@ class Timing(NamedTuple):
     """A `Timing` says how one request's seconds were spent. `first_token_s` is None if there was no token."""
 
     total_s: float
-    intake_s: float
+    prompt_s: float
+    """This is the time from the arrival of the request until its prompt is made and its media are planned."""
     worker_s: float
     """This is the time from dispatch to the terminal event, summed over all attempts."""
     first_token_s: float | None

@@ -400,7 +400,7 @@ class Account:
         code = "ok" if error is None else error.code
         timing = Timing(
             total_s=now - self._admitted_at_s,
-            intake_s=self._started_at_s - self._admitted_at_s,
+            prompt_s=self._started_at_s - self._admitted_at_s,
             worker_s=self._worker_s,
             first_token_s=None if first is None else first - self._admitted_at_s,
         )

@@ -99,13 +99,13 @@ async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
         stream = await cluster.service.open(chat([image()]))
         _, _, usage = await read(stream)
         plan = cluster.service.traces.get(stream.request_id).to_json()["plans"][0]["plan"]
-        intake_s = family.taken_s
-        assert intake_s >= PLAN_S
+        prompt_s = family.taken_s
+        assert prompt_s >= PLAN_S
         worker_s = usage.num_completion_tokens * STEP_S
         seconds = {
-            "ttft_seconds": intake_s + STEP_S,
+            "ttft_seconds": prompt_s + STEP_S,
             "actual_ttft_seconds": STEP_S,
-            "e2e_seconds": intake_s + worker_s,
+            "e2e_seconds": prompt_s + worker_s,
             "predicted_ttft_seconds": plan["predicted_ttft_s"],
             "ttft_ratio": plan["predicted_ttft_s"] / STEP_S,
             "overlap_efficiency": plan["lower_bound_s"] / STEP_S,
@@ -116,7 +116,7 @@ async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
             assert value(cluster, f"weft_router_{name}_sum") == pytest.approx(taken), name
         assert value(cluster, "weft_router_itl_seconds_count") == usage.num_completion_tokens - 1
         assert value(cluster, "weft_router_itl_seconds_sum") == pytest.approx(worker_s - STEP_S)
-        for stage, taken in {"intake": intake_s, "worker": worker_s, "router": intake_s}.items():
+        for stage, taken in {"prompt": prompt_s, "worker": worker_s, "router": prompt_s}.items():
             assert value(cluster, "weft_router_stage_seconds_count", stage=stage) == 1
             assert value(cluster, "weft_router_stage_seconds_sum", stage=stage) == pytest.approx(taken), stage
 
