@@ -22,10 +22,9 @@ from deploy.logs import configure_logs
 from deploy.process_setup import freeze_what_lives, keep_ranks_on_loopback, use_cuda_device
 from fabric.contracts import ConfigError, MemberId, WorkerLost
 from fabric.transport import FeatureSink, Plane
-from llm_workers.tensor_parallel import Invitation
 
 if TYPE_CHECKING:
-    from llm_workers.tensor_parallel import RankGroup, RankProcess, Share
+    from llm_workers.tensor_parallel import Invitation, RankGroup, RankProcess, Share
     from llm_workers.worker_service import WorkerService
 
     LaunchRank = Callable[[ClusterConfig, Path, Invitation], RankProcess]

@@ -31,10 +31,9 @@ from deploy.ray.directory import Heartbeat, plane_keys
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
 from deploy.sizing import arena_bytes, inbox_bytes
 from fabric.contracts import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult, MemberId, enter_request
-from llm_workers.tensor_parallel import Invitation
 
 if TYPE_CHECKING:
-    from llm_workers.tensor_parallel import RankProcess
+    from llm_workers.tensor_parallel import Invitation, RankProcess
 
 
 UNBOUNDED = 1_000_000

@@ -1,5 +1,5 @@
 """Checks the reasons why the router has its own HTTP server (docs/adr/0001): a slow reader, a body of 1 GB, and the
-addresses that it listens on."""
+addresses that it listens on. Checks also that the front loads no torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import http.client
 import ipaddress
 import json
 import socket
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -49,6 +50,20 @@ def listening(process: psutil.Process) -> list[Any]:
 def test_http_listens_on_loopback_only(cluster: ClusterProcess) -> None:
     port = urlsplit(cluster.url).port
     assert {ip for ip, at in listeners(cluster) if at == port} == {"127.0.0.1"}
+
+
+def test_only_members_that_compute_load_torch(cluster: ClusterProcess) -> None:
+    """Importing torch takes seconds of processor time, and a router and the server start without it."""
+    root = psutil.Process(cluster.process.pid)
+    tree = [root, *root.children(recursive=True)]
+    with_torch = {process.pid for process in tree if "libtorch_cpu.so" in loaded_libraries(process)}
+    with cluster.client() as client:
+        assert with_torch == {member["pid"] for member in client.get("/weft/members").json()["members"]}
+
+
+def loaded_libraries(process: psutil.Process) -> set[str]:
+    """Returns the names of the files that are mapped into the memory of a process."""
+    return {Path(mapped.path).name for mapped in process.memory_maps()}
 
 
 def test_planes_and_transfers_stay_on_loopback(cluster: ClusterProcess) -> None:
