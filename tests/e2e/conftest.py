@@ -1,4 +1,9 @@
-"""Starts one Ray cluster for all tests that need only the laptop's defaults."""
+"""Starts one Ray cluster for all tests that need only the laptop's defaults, and orders the modules.
+
+`make e2e` runs the tests of this folder in two processes. Each takes the next module when it has nearly finished one,
+so the modules that take longest come first. All modules that use the shared cluster run in one process, one after the
+other, so that the cluster starts once.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +11,33 @@ from collections.abc import Iterator
 
 import pytest
 from cluster_process import ClusterProcess, start_cluster
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
+
+LONGEST = ("test_stopping.py", "test_joined_ray.py", "test_logs.py", "test_two_routers.py", "test_pinning.py")
+SHARING = ("test_cluster_answers.py", "test_front_end.py", "test_examples.py")
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[ClusterProcess]:
     with start_cluster() as running:
         yield running
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Orders the modules. The tests of a module keep their order."""
+    order = {name: place for place, name in enumerate(LONGEST + SHARING)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+
+
+class ClusterScheduling(LoadScopeScheduling):
+    """Gives each module to one process, and all modules that share a cluster to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return "shared cluster" if module.endswith(SHARING) else module
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ClusterScheduling:
+    return ClusterScheduling(config, log)

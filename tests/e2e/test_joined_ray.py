@@ -123,22 +123,6 @@ def kill_at_once(cluster: ClusterProcess) -> None:
         shutil.rmtree(left)
 
 
-def test_a_picture_is_understood_and_the_switches_reach_the_replicas(foreign_ray: tuple[str, psutil.Process]) -> None:
-    messages = user("What is in this picture?", image_part(21))
-    expected = ReferenceModel(demo_checkpoint()).answer(messages, 12)
-    address, ray = foreign_ray
-    assert not ray.environ().keys() & SWITCHES.keys(), "the test would prove nothing"
-    with start_cluster(**sections(address)) as cluster:
-        (choice,) = answer(cluster, return_token_ids=True)["choices"]
-        assert choice["token_ids"] == expected.token_ids
-        for kind in ("encoder", "worker", "router"):
-            (replica,) = actors(ray, f"ServeReplica:weft:{kind}")
-            seen = {name: replica.environ().get(name) for name in SWITCHES}
-            assert seen == SWITCHES, kind
-    eventually(lambda: is_clear(ray), 30)
-    assert ray.is_running(), "the Ray is not ours to end"
-
-
 def test_a_second_signal_leaves_nothing_on_the_ray(foreign_ray: tuple[str, psutil.Process]) -> None:
     address, ray = foreign_ray
     with start_cluster(**sections(address), server={"port": 0, "drain_s": 3600}) as cluster:
@@ -164,15 +148,28 @@ def test_a_signal_while_it_starts_leaves_nothing_on_the_ray(foreign_ray: tuple[s
         eventually(lambda: is_clear(ray), 10)
 
 
+def assert_switches_reach_the_replicas(ray: psutil.Process) -> None:
+    assert not ray.environ().keys() & SWITCHES.keys(), "the test would prove nothing"
+    for kind in ("encoder", "worker", "router"):
+        (replica,) = actors(ray, f"ServeReplica:weft:{kind}")
+        seen = {name: replica.environ().get(name) for name in SWITCHES}
+        assert seen == SWITCHES, kind
+
+
 def test_clusters_share_a_ray_by_their_names_and_the_next_removes_what_is_left(
     foreign_ray: tuple[str, psutil.Process],
 ) -> None:
+    messages = user("What is in this picture?", image_part(21))
+    understood = ReferenceModel(demo_checkpoint()).answer(messages, 12)
     address, ray = foreign_ray
     with contextlib.ExitStack() as stack:
         first = stack.enter_context(start_cluster(**sections(address)))
+        assert_switches_reach_the_replicas(ray)
+        (choice,) = answer(first, return_token_ids=True)["choices"]
+        assert choice["token_ids"] == understood.token_ids
         expected = answer(first)["choices"]
         with launched(**sections(address)) as refused:
-            assert refused.process.wait(timeout=60) == 1
+            assert refused.process.wait(timeout=180) == 1
             assert "a cluster named 'weft' runs on this Ray already" in refused.log.read_text()
             assert "ray.cluster_name" in refused.log.read_text()
         other = stack.enter_context(start_cluster(**sections(address, cluster_name="other")))
@@ -189,3 +186,4 @@ def test_clusters_share_a_ray_by_their_names_and_the_next_removes_what_is_left(
         assert not orphans & {process.pid for process in actors(ray, "ServeReplica:weft:")}
         assert answer(again)["choices"] == answer(other)["choices"] == expected
     eventually(lambda: is_clear(ray) and is_clear(ray, "other"), 30)
+    assert ray.is_running(), "the Ray is not ours to end"
