@@ -10,7 +10,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -22,6 +22,7 @@ from family_rows_pictures import LLAVA
 from family_rows_qwen3_omni import QWEN3_OMNI
 from family_rows_qwen_vl import QWEN3_VL
 from family_rows_text import LLAMA, QWEN2, QWEN3
+from rank_forks import rank_forks
 from reference_model import Answer, Comparison, ReferenceModel
 from worker_rig import Rig, rig
 
@@ -38,6 +39,9 @@ from llm_workers.worker_service import WorkerService
 from modalities.checkpoint_tensors import check_plan
 from modalities.families.causal_lm.language_model import load_text_half
 from modalities.family import LanguageModel
+
+if TYPE_CHECKING:
+    from deploy.ranks import LaunchRank
 
 pytestmark = pytest.mark.torch
 
@@ -68,13 +72,19 @@ def config_of(directory: Path, **workers: Any) -> ClusterConfig:
     return ClusterConfig.model_validate({"model": {"path": directory}, "workers": section})
 
 
+@pytest.fixture(scope="module")
+def fork_rank() -> Iterator[LaunchRank]:
+    with rank_forks() as launch:
+        yield launch
+
+
 @contextlib.contextmanager
-def two_ranks(loaded: LoadedFamily, step_timeout_s: float = 60.0) -> Iterator[Parallel]:
+def two_ranks(fork_rank: LaunchRank, loaded: LoadedFamily, step_timeout_s: float = 60.0) -> Iterator[Parallel]:
     config = config_of(loaded.directory)
     rank_processes: list[RankProcess] = []
 
     def launch(invitation: Invitation) -> RankProcess:
-        rank_processes.append(spawn_rank(config, loaded.directory, invitation))
+        rank_processes.append(fork_rank(config, loaded.directory, invitation))
         return rank_processes[-1]
 
     group = RankGroup("127.0.0.1", 2, "cpu", step_timeout_s, 120.0)
@@ -116,7 +126,7 @@ def prompts_of(row: FamilyRow) -> list[tuple[Text | Medium, ...]]:
 
 
 @pytest.mark.parametrize("row", [QWEN3_OMNI, QWEN3_VL, LLAVA, LLAMA, QWEN2, QWEN3], ids=str)
-def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) -> None:
+def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path, fork_rank: LaunchRank) -> None:
     """Runs prompts that share their beginnings: in chunks with the prefix cache, and whole without it."""
     loaded, comparison = LoadedFamily(row, tmp_path), Comparison()
     prompts = prompts_of(row)
@@ -129,7 +139,7 @@ def test_tokens_equal_transformers_and_one_rank(row: FamilyRow, tmp_path: Path) 
             await r.assert_idle()
             return found
 
-    with two_ranks(loaded) as parallel:
+    with two_ranks(fork_rank, loaded) as parallel:
         for max_step_tokens, has_cache in ((7, True), (4096, False)):
             config = {"max_step_tokens": max_step_tokens, "is_prefix_cache_enabled": has_cache}
             ours, alone = asyncio.run(answers(parallel, **config)), asyncio.run(answers(loaded, **config))
@@ -147,68 +157,75 @@ def qwen2(tmp_path_factory: pytest.TempPathFactory) -> LoadedFamily:
     return LoadedFamily(QWEN2, tmp_path_factory.mktemp("qwen2"))
 
 
-def test_a_block_that_choices_share_is_copied_on_every_rank(qwen2: LoadedFamily) -> None:
-    """The prompt ends inside a block, and the choices differ from their first tokens on. Without the copy on a rank,
-    one choice would read what another has written. One process with blocks of one token copies nothing."""
-    of = qwen2.prompt(Text(6, 43))
-    drawn = {"sampling": SamplingParams(temperature=1.5, top_k=10, seed=4), "num_choices": 3}
+@pytest.fixture(scope="class")
+def parallel(qwen2: LoadedFamily, fork_rank: LaunchRank) -> Iterator[Parallel]:
+    with two_ranks(fork_rank, qwen2) as opened:
+        yield opened
 
-    async def choices(around: Any) -> list[list[int]]:
-        async with around as r:
-            request = r.request(of, NUM_TOKENS, **drawn)
-            result = await asyncio.wait_for(r.service.generate(request), 60)
-            assert result.error is None
-            assert r.service.report().engine.prompt_tokens_computed == len(of.token_ids) + 2
-            return [r.tokens(request, choice) for choice in range(3)]
 
-    with two_ranks(qwen2) as parallel:
+class TestTwoIntactRanks:
+    """Holds the tests that leave their ranks intact, so one group of ranks serves all of them. Each worker on the group
+    has an empty cache."""
+
+    def test_a_block_that_choices_share_is_copied_on_every_rank(self, qwen2: LoadedFamily, parallel: Parallel) -> None:
+        """The prompt ends inside a block, and the choices differ from their first tokens on. Without the copy on a
+        rank, one choice would read what another has written. One process with blocks of one token copies nothing."""
+        of = qwen2.prompt(Text(6, 43))
+        drawn = {"sampling": SamplingParams(temperature=1.5, top_k=10, seed=4), "num_choices": 3}
+
+        async def choices(around: Any) -> list[list[int]]:
+            async with around as r:
+                request = r.request(of, NUM_TOKENS, **drawn)
+                result = await asyncio.wait_for(r.service.generate(request), 60)
+                assert result.error is None
+                assert r.service.report().engine.prompt_tokens_computed == len(of.token_ids) + 2
+                return [r.tokens(request, choice) for choice in range(3)]
+
         found = asyncio.run(choices(worker(parallel, is_prefix_cache_enabled=False)))
-    assert found == asyncio.run(choices(rig(parts=qwen2, block_size=1, num_blocks=512)))
-    assert len({tuple(tokens[:2]) for tokens in found}) == 3
+        assert found == asyncio.run(choices(rig(parts=qwen2, block_size=1, num_blocks=512)))
+        assert len({tuple(tokens[:2]) for tokens in found}) == 3
 
+    def test_what_was_not_finite_is_found_on_no_rank(
+        self, qwen2: LoadedFamily, parallel: Parallel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One embedding of a chunk in the middle of a prompt is NaN, once. Its request fails. Three later requests with
+        the same prompt are answered as if the failure had not happened."""
+        of = qwen2.prompt(Text(6, 43))
 
-def test_what_was_not_finite_is_found_on_no_rank(qwen2: LoadedFamily) -> None:
-    """One embedding of a chunk in the middle of a prompt is NaN, once. Its request fails. Three later requests with the
-    same prompt are answered as if the failure had not happened."""
-    of = qwen2.prompt(Text(6, 43))
+        async def answers() -> list[list[int]]:
+            embed, calls = parallel.model.embed, []
 
-    async def answers(parallel: Parallel) -> list[list[int]]:
-        embed, calls = parallel.model.embed, []
+            def poisoned(token_ids: torch.Tensor) -> torch.Tensor:
+                calls.append(len(token_ids))
+                embedded = embed(token_ids).clone()
+                if len(calls) == 2:
+                    embedded[3] = float("nan")
+                return embedded
 
-        def poisoned(token_ids: torch.Tensor) -> torch.Tensor:
-            calls.append(len(token_ids))
-            embedded = embed(token_ids).clone()
-            if len(calls) == 2:
-                embedded[3] = float("nan")
-            return embedded
+            async with worker(parallel, max_step_tokens=16, max_sequences=4) as r:
+                monkeypatch.setattr(parallel.model, "embed", poisoned)
+                failing = await asyncio.wait_for(r.service.generate(r.request(of, NUM_TOKENS)), 60)
+                assert failing.error is not None
+                assert failing.error.code == "engine_failed"
+                return [await answer(r, qwen2, Text(6, 43)) for _ in range(3)]
 
-        async with worker(parallel, max_step_tokens=16, max_sequences=4) as r:
-            parallel.model.embed = poisoned
-            failing = await asyncio.wait_for(r.service.generate(r.request(of, NUM_TOKENS)), 60)
-            assert failing.error is not None
-            assert failing.error.code == "engine_failed"
-            return [await answer(r, qwen2, Text(6, 43)) for _ in range(3)]
+        async def alone() -> list[int]:
+            async with rig(parts=qwen2, block_size=8) as r:
+                return await answer(r, qwen2, Text(6, 43))
 
-    async def alone() -> list[int]:
-        async with rig(parts=qwen2, block_size=8) as r:
-            return await answer(r, qwen2, Text(6, 43))
+        found = asyncio.run(answers())
+        assert found == [asyncio.run(alone())] * 3
 
-    with two_ranks(qwen2) as parallel:
-        found = asyncio.run(answers(parallel))
-    assert found == [asyncio.run(alone())] * 3
-
-
-def test_each_rank_holds_half_of_the_layers(qwen2: LoadedFamily) -> None:
-    part = load_text_half(qwen2.directory, "cpu", "float32", register_attention())
-    whole = {name: p.shape for name, p in part.named_parameters()}
-    with two_ranks(qwen2) as parallel:
+    def test_each_rank_holds_half_of_the_layers(self, qwen2: LoadedFamily, parallel: Parallel) -> None:
+        part = load_text_half(qwen2.directory, "cpu", "float32", register_attention())
+        whole = {name: p.shape for name, p in part.named_parameters()}
         share = {name: p.shape for name, p in parallel.model._share._part.named_parameters()}
-    assert share.keys() == whole.keys()
-    for name, shape in whole.items():
-        is_column = any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
-        halved = 0 if is_column else 1 if "_proj.weight" in name and ("o_proj" in name or "down" in name) else None
-        expected = [size // 2 if axis == halved else size for axis, size in enumerate(shape)]
-        assert list(share[name]) == expected, name
+        assert share.keys() == whole.keys()
+        for name, shape in whole.items():
+            is_column = any(part in name for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"))
+            halved = 0 if is_column else 1 if "_proj.weight" in name and ("o_proj" in name or "down" in name) else None
+            expected = [size // 2 if axis == halved else size for axis, size in enumerate(shape)]
+            assert list(share[name]) == expected, name
 
 
 @pytest.mark.parametrize(
@@ -226,7 +243,9 @@ def test_a_plan_that_can_not_be_followed_is_refused(plan: dict[str, str], words:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
-def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(qwen2: LoadedFamily, number: int) -> None:
+def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(
+    qwen2: LoadedFamily, number: int, fork_rank: LaunchRank
+) -> None:
     """Requests end as WorkerLost, which makes a router retry them elsewhere. The worker waits for a frozen rank until
     the timeout."""
 
@@ -251,18 +270,18 @@ def test_a_rank_that_is_gone_ends_the_worker_and_its_requests(qwen2: LoadedFamil
             assert after.error is not None
             assert after.error.code == "worker_lost"
 
-    with two_ranks(qwen2, FROZEN_AFTER_S) as parallel:
+    with two_ranks(fork_rank, qwen2, FROZEN_AFTER_S) as parallel:
         asyncio.run(lose(parallel))
 
 
-def test_a_rank_that_is_gone_is_noticed_while_nothing_runs(qwen2: LoadedFamily) -> None:
+def test_a_rank_that_is_gone_is_noticed_while_nothing_runs(qwen2: LoadedFamily, fork_rank: LaunchRank) -> None:
     async def lose(parallel: Parallel) -> None:
         loop, lost = asyncio.get_running_loop(), asyncio.Event()
         parallel.group.on_lost(lambda: loop.call_soon_threadsafe(lost.set))
         os.kill(parallel.rank_processes[0].pid, signal.SIGKILL)
         await asyncio.wait_for(lost.wait(), 10)
 
-    with two_ranks(qwen2) as parallel:
+    with two_ranks(fork_rank, qwen2) as parallel:
         asyncio.run(lose(parallel))
         with pytest.raises(WorkerLost):
             parallel.group.check()
