@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types unit property contract parity e2e fault gpu docs docs-serve explore coverage house mutants bench demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu docs docs-serve explore coverage house mutants bench demo-model clean
 
 install: $(STAMP)
 
@@ -27,7 +27,7 @@ serve: install
 	$(BIN)/weft serve --port $(PORT)
 
 # gpu goes first: where there is none, all of it is skipped, and the run should not close on that.
-test: install lint types docs gpu unit property contract parity e2e fault
+test: install lint types docs gpu small parity e2e fault
 
 # What to run before each commit: about a minute on two cores.
 quick: install lint types unit
@@ -39,15 +39,20 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# A module of parity or fault stays in one process, because its tests share models or a cluster. Those of fault start one
-# cluster at a time in each process. Those of e2e have up to three clusters at once in one process, and Ray gives up a
-# node that does not start within 30 s. The tests of gpu run alone.
+# A module of parity, e2e or fault stays in one process, because its tests share models or a cluster. Clusters need the
+# cores themselves, so at most two processes start them. The modules of e2e come in the order of its conftest: it puts
+# those that take longest first. The tests of gpu run alone.
 unit property contract: SPREAD = $(PARALLEL) --dist worksteal
 parity: SPREAD = $(PARALLEL) --dist loadfile
-fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
+e2e fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
+e2e: SPREAD += --no-loadscope-reorder
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)
+
+# All unit, property and contract tests in one run, so that each process imports torch once.
+small: install
+	$(BIN)/python -m pytest tests/unit tests/property tests/contract -q $(PARALLEL) --dist worksteal
 
 # The documentation site, in build/site. A link to nothing, or a page that loads anything from another host, is an error.
 docs: install
