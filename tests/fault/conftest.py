@@ -10,8 +10,14 @@ from cluster_process import ClusterProcess, start_cluster
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ClusterProcess]:
-    # An encoder with work is nearly always in a forward pass. Its arena holds a third of the features of the mixed
-    # questions.
-    encoders = {"replicas": 2, "decode_processes": 1, "encode_delay_s": 0.05, "arena_bytes": 2**20}
+    # A forward pass takes one unit, so an encoder with work nearly always has a queue. Its arena holds a third of the
+    # features of the mixed questions.
+    encoders = {
+        "replicas": 2,
+        "decode_processes": 1,
+        "encode_delay_s": 0.05,
+        "max_batch_cost": 1,
+        "arena_bytes": 2**20,
+    }
     with start_cluster(encoders=encoders, workers={"replicas": 2}) as running:
         yield running

@@ -36,7 +36,7 @@ def test_the_only_encoder_killed_at_work_costs_no_request(cluster: ClusterProces
     before = set(pids(cluster, "encoder"))
 
     def disturb() -> None:
-        killed.append(kill_at_work(cluster, "encoder", "weft_encoder_num_encoding"))
+        killed.append(kill_at_work(cluster, "encoder"))
 
     outcome = run_mixed(cluster, list(questions(NUM_REQUESTS, 1)), NUM_AT_ONCE, disturb)
     metrics = cluster.metrics()
@@ -52,7 +52,7 @@ def test_one_of_two_workers_killed_at_work_costs_no_request(cluster: ClusterProc
     lost = cluster.metrics().get(WORKER_LOST, 0)
 
     def disturb() -> None:
-        killed.append(kill_at_work(cluster, "worker", "weft_worker_num_running"))
+        killed.append(kill_at_work(cluster, "worker"))
 
     outcome = run_mixed(cluster, list(questions(NUM_REQUESTS, 2)), NUM_AT_ONCE, disturb)
     assert cluster.metrics()[WORKER_LOST] >= lost + 1, "no request was in its hands: it was not busy"

@@ -90,7 +90,7 @@ def test_an_encoder_killed_at_work_hands_its_items_to_the_other_and_is_replaced(
     lost, waits = (cluster.metrics().get(name, 0) for name in (ENCODER_LOST, WAITED))
 
     def disturb() -> None:
-        killed.append(kill_at_work(cluster, "encoder", "weft_encoder_num_encoding"))
+        killed.append(kill_at_work(cluster, "encoder"))
 
     outcome = run_mixed(cluster, list(questions(NUM_MIXED, 3)), 12, disturb)
     metrics = cluster.metrics()

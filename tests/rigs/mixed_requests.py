@@ -34,7 +34,13 @@ KIND_TO_TASKS = {
 MAX_TOKENS = 32
 TIMEOUT_S = 300.0
 NUM_AT_ONCE_AGAIN = 4
-FROZEN_S = 1.0
+FROZEN_S = 0.3
+"""A member is stopped for this long before it is killed. Its last reports arrive meanwhile, and the router gives it
+more work. The time is far below the lease, after which the directory would drop the member."""
+KIND_TO_LASTING_WORK = {"encoder": "num_queued", "worker": "num_waiting_for_features"}
+"""Maps each kind of member to the gauge of work that can't end between its last report and the stop. A queued unit of
+an encoder still needs a forward pass, which takes `encode_delay_s` at least. A request of a worker that waits for
+features has all its tokens before it."""
 ITEMS_ENCODED = "weft_encoder_items_encoded_total"
 LEAST_RIGHT = 0.95
 """At least this share of the answers must be right; otherwise the model has changed."""
@@ -190,21 +196,22 @@ def assert_all_right(cluster: ClusterProcess, outcome: Outcome) -> None:
         assert far <= TOLERANCE, f"{question.kind}: {reply.text!r} was {far:g} more or less likely"
 
 
-def kill_at_work(cluster: ClusterProcess, kind: str, gauge: str) -> str:
-    """Sends SIGKILL to a member of the kind whose `gauge` says that it is working, and returns its name. Raises
-    AssertionError if there is none within 60 s.
+def kill_at_work(cluster: ClusterProcess, kind: str) -> str:
+    """Sends SIGKILL to a member of the kind while it holds work, and returns its name. Raises AssertionError if none
+    holds work within 60 s.
 
-    Reports are a little late, so the process is first stopped for a moment in which the router gives it more work. So
-    it dies with work that the router counts as lost."""
+    A report is a little older than the state of its member, which may have ended its work since. So the member is
+    first stopped: its reports arrive, and it ends nothing more. It is killed only if its last report says that it holds
+    work that outlasts this delay (see `KIND_TO_LASTING_WORK`); otherwise it goes on."""
     name_to_pid = pids(cluster, kind)
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
-        metrics = cluster.metrics()
         for name, pid in name_to_pid.items():
-            if any(value > 0 for sample, value in metrics.items() if sample.startswith(gauge) and name in sample):
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(FROZEN_S)
-                os.kill(pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(FROZEN_S)
+            gauge = f'weft_{kind}_{KIND_TO_LASTING_WORK[kind]}{{{kind}="{name}"}}'
+            is_at_work = cluster.metrics().get(gauge, 0) > 0
+            os.kill(pid, signal.SIGKILL if is_at_work else signal.SIGCONT)
+            if is_at_work:
                 return name
-        time.sleep(0.005)
     raise AssertionError(f"no {kind} was ever at work")
