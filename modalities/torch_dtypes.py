@@ -1,4 +1,7 @@
-"""Maps the names of dtypes (`fabric.contracts.dtypes`) to torch's dtypes and back. It knows nothing of models."""
+"""Maps the names of dtypes (`fabric.contracts.DTYPE_TO_BYTES`) to torch's dtypes and back.
+
+It knows nothing of models.
+"""
 
 from __future__ import annotations
 

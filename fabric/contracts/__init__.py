@@ -2,10 +2,9 @@
 
 `identity` names requests, members, media and KV blocks. `calls` defines what the router sends to workers and encoders
 and what they answer. `member_reports` defines what workers and encoders report to routers, and the metrics of these
-numbers; `messages` defines everything else that travels one way between members. `errors` holds the tree of all
-failures that reach a client or another process. `clock` provides clocks that callers pass as arguments. `learned_cost`
-holds the arithmetic by which workers measure and routers predict. `dtypes` names the dtypes in which features travel,
-and counts their bytes.
+numbers; `messages` defines everything else that travels one way between members, and the dtypes of features. `errors`
+holds the tree of all failures that reach a client or another process. `clock` provides clocks that callers pass as
+arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -27,7 +26,6 @@ from fabric.contracts.calls import (
     TraceEvent,
 )
 from fabric.contracts.clock import Clock, ManualClock, SystemClock
-from fabric.contracts.dtypes import DTYPE_TO_BYTES, feature_nbytes
 from fabric.contracts.errors import (
     Aborted,
     ArenaFull,
@@ -95,6 +93,7 @@ from fabric.contracts.member_reports import (
     metrics_of,
 )
 from fabric.contracts.messages import (
+    DTYPE_TO_BYTES,
     AbortAttempt,
     BlocksRemoved,
     BlocksStored,
@@ -115,6 +114,7 @@ from fabric.contracts.messages import (
     UnitRelease,
     decode_message,
     encode_message,
+    feature_nbytes,
 )
 
 __all__ = [

@@ -2,15 +2,20 @@
 are part of the contract.
 
 `Member` is the record of a process in the directory. Then come the messages: tokens, heartbeats, tickets and
-announcements of features, aborts, and the events of caches with their snapshots. `PlaneMessage` names everything that
-may travel alone, which includes the reports of `fabric.contracts.member_reports`, and `encode_message` and
-`decode_message` are its wire form. The calls, which wait for an answer, are in `fabric.contracts.calls`.
+announcements of features (with the dtypes in which features travel), aborts, and the events of caches with their
+snapshots. `PlaneMessage` names everything that may travel alone, which includes the reports of
+`fabric.contracts.member_reports`, and `encode_message` and `decode_message` are its wire form. The calls, which wait
+for an answer, are in `fabric.contracts.calls`.
 
 This module knows nothing of what a receiver does with a message, or of how a message travels
 (`fabric.transport.message_plane`).
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -86,6 +91,12 @@ class RouterHeartbeat(PlaneWire, frozen=True):
     lease_s: float
 
 
+DTYPE_TO_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+"""Maps the name of each dtype in which models compute and features travel to the bytes of one value. A feature of
+another dtype is refused. A dtype is a name here, because messages and configs carry names, and because numpy has no
+bfloat16; `modalities.torch_dtypes` maps it to torch's dtype."""
+
+
 class FeatureTicket(Wire, frozen=True):
     """A `FeatureTicket` says where a unit's feature lies and how to read it. The payload is C-contiguous and has shape
     `(num_levels, num_tokens, hidden)`."""
@@ -102,9 +113,20 @@ class FeatureTicket(Wire, frozen=True):
     generation: int
     shape: tuple[int, int, int]
     dtype: str
-    """Takes one of the values `float32`, `bfloat16` and `float16`."""
+    """Names a dtype of `DTYPE_TO_BYTES`."""
     lease_s: float
     """The source promises to hold the slot for this many seconds from receipt, unless it is released."""
+
+
+def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:
+    """Returns the bytes of a C-contiguous feature of shape `(num_levels, num_tokens, hidden_size)`. Raises ValueError
+    for an unknown dtype or a dimension below one."""
+    if dtype not in DTYPE_TO_BYTES or min(shape) < 1:
+        known = ", ".join(DTYPE_TO_BYTES)
+        raise ValueError(
+            f"a feature can't have shape {shape} and dtype {dtype!r}; sizes start at 1, dtypes are {known}"
+        )
+    return math.prod(shape) * DTYPE_TO_BYTES[dtype]
 
 
 class UnitReady(PlaneWire, frozen=True):

@@ -1,7 +1,7 @@
 """Measures how easily the source reads, and prints the figures: `make house`.
 
     python tests/house/house.py                the figures
-    python tests/house/house.py --list         also every duplicated name and every fragment
+    python tests/house/house.py --list         also every entered file, duplicated name and fragment
 
 The figures are the number and the size of source files, the files that one request with a picture enters, the names
 that are used twice, and the docstrings that are no sentences. This module does not judge layout or style beyond
@@ -42,7 +42,7 @@ class Docstring(NamedTuple):
 class RequestPath(NamedTuple):
     """What one request enters."""
 
-    num_files: int
+    files: list[str]
     num_steps: int
     """Calls from a function in one file into a function in another."""
 
@@ -133,13 +133,17 @@ def request_path() -> RequestPath:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return RequestPath(len(files), steps.total())
+    return RequestPath(sorted(files), steps.total())
 
 
 def main() -> None:
     """Prints the figures. Exits with 1 if a docstring is a fragment or a module is too long."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--list", action="store_true", help="print every duplicated name and every fragment")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="also print every file that the request enters, every duplicated name and every fragment",
+    )
     chosen = parser.parse_args()
     paths = source_files()
     lengths = {path: len((ROOT / path).read_text().splitlines()) for path in paths}
@@ -150,10 +154,12 @@ def main() -> None:
     too_long = [path for path, length in lengths.items() if length > LONGEST_MODULE]
     print(f"source files: {len(paths)}, median {statistics.median(lengths.values()):.0f} lines")
     print(f"modules of more than {LONGEST_MODULE} lines: {len(too_long)}")
-    print(f"one request with a picture: enters {entered.num_files} files in {entered.num_steps} steps")
+    print(f"one request with a picture: enters {len(entered.files)} files in {entered.num_steps} steps")
     print(f"names used twice: {len(twice)}")
     print(f"docstrings: {len(found)}, of which fragments: {len(fragments)}")
     if chosen.list:
+        for path in entered.files:
+            print(f"  {path}: {lengths[Path(path)]} lines" if Path(path) in lengths else f"  {path}")
         for name, places in twice.items():
             print(f"  {name}: {', '.join(places)}")
         for fragment in fragments:

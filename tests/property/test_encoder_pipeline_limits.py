@@ -8,7 +8,7 @@ import dataclasses
 import pytest
 import test_encoder_pipeline as rig
 
-from encoder_pool.encoder_reports import encoder_report
+from encoder_pool.encoder_service import encoder_report
 from fabric.contracts import EncoderReport, MemberId
 
 
