@@ -67,8 +67,12 @@ def receive(pipe: Connection) -> object:
 
 
 def _read(file: int, num_bytes: int) -> memoryview:
-    """Returns the next bytes in memory that is not cleared before, unlike that of a bytearray."""
-    whole = np.empty(num_bytes, np.uint8).data
+    """Returns the next bytes in memory that is not cleared before, unlike that of a bytearray. Raises NotAMessage for
+    more bytes than an array can have: only a broken or hostile process announces so many."""
+    try:
+        whole = np.empty(num_bytes, np.uint8).data
+    except (OverflowError, ValueError) as error:
+        raise NotAMessage(f"the message announces {num_bytes} bytes: {error}") from error
     left = whole
     while left:
         count = os.readv(file, [left])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 from collections.abc import Iterator
 from multiprocessing import Pipe
@@ -100,6 +101,8 @@ def test_a_sender_that_dies_in_the_middle_is_noticed(ends: Ends, num_lost: int) 
         b"warning: a library writes to a wrong file\n",
         written((1, None))[:-1] + b"!",  # The pickle has no end.
         written((1, None)).replace(b"\x80\x05", b"\x80\x7f"),  # The pickle's protocol does not exist.
+        struct.pack("<4sIQQ", b"weft", 1, 0, 2**64 - 1),  # No array has this size.
+        struct.pack("<4sIQ", b"weft", 0, 2**63),  # No array holds this pickle.
     ],
 )
 def test_garbage_is_no_message(ends: Ends, garbage: bytes) -> None:
