@@ -72,7 +72,7 @@ class WorkerService:
         self._engine = make_engine(self._post)
         self._calls = OpenCalls(member_id, plane, clock)
         endpoint = FeatureEndpoint(member_id, plane, sink, clock)
-        listener = Listener(self._calls.unit_event, self._calls.needed, self._fail)
+        listener = Listener(self._calls.unit_event, self._calls.needed, self._fail, self.lose)
         levels = (family.shape.num_levels, family.shape.hidden_size)
         self._receiver = Receiver(endpoint, config, levels, self._engine, listener)
         self._routers = RouterTable(plane, clock)

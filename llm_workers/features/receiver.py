@@ -37,6 +37,7 @@ from fabric.contracts import (
     UnitRelease,
     UnitTooLarge,
     WeftError,
+    WorkerLost,
 )
 from fabric.transport import FeatureSink, LandedFeature, Plane
 from llm_workers.features.feature_entries import Shape
@@ -233,6 +234,16 @@ class Receiver:
             self._endpoint.sink.free(done.result().slot_id)
 
     def _pulled(self, ready: UnitReady, done: Future[LandedFeature]) -> None:
+        try:
+            self._record_pull(ready, done)
+        except Exception:
+            # This is the top of a callback of the event loop. The unit would stay in the state `PULLING`, so the
+            # requests that read it would wait for ever.
+            name = ready.request_id
+            _LOG.exception("the pull of %s for %s can't be recorded", ready.unit, name, extra={"request_id": name})
+            self._listener.broken(WorkerLost("the pull of a feature can't be recorded"))
+
+    def _record_pull(self, ready: UnitReady, done: Future[LandedFeature]) -> None:
         self._pulls.discard(done)
         self._release(ready)
         if done.cancelled() or self._loop is None:
@@ -330,6 +341,8 @@ class Listener(NamedTuple):
     """Reports `unit_announced`, `unit_landed` or `unit_reused` (a kept feature is used again) for the trace."""
     needed: Callable[[Sequence[MissingUnit]], None]
     failed: Callable[[AttemptId, WeftError], None]
+    broken: Callable[[WeftError], None]
+    """Reports that the receiver can't go on, so the worker is lost."""
 
 
 def _planned_rows(request: GenerateRequest) -> dict[UnitKey, tuple[int, MediaItem]]:

@@ -37,6 +37,7 @@ from fabric.contracts import (
     UnitKey,
     UnitReady,
     UnitRelease,
+    WeftError,
 )
 from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
 from llm_workers.engine import Engine
@@ -137,7 +138,7 @@ class Worker:
         executor = CheckedExecutor(config, self.scheduler.references)
         self.engine = Engine(self.scheduler, executor, world.clock, self._updates.append)
         self.calls = OpenCalls(self.member_id, self.plane, world.clock)
-        listener = Listener(self.calls.unit_event, self.calls.needed, self._fail)
+        listener = Listener(self.calls.unit_event, self.calls.needed, self._fail, _raise)
         endpoint = FeatureEndpoint(self.member_id, self.plane, self.sink, world.clock)
         self.receiver = Receiver(endpoint, config, (1, HIDDEN), self.engine, listener)
         self.receiver.start()
@@ -292,3 +293,8 @@ class World:
             encoder.source.close()
         for plane in (self.router, *(one.plane for one in (*self.workers, *self.encoders))):
             plane.close()
+
+
+def _raise(error: WeftError) -> None:
+    """Lets a bug of the receiver fail the test instead of the worker."""
+    raise error

@@ -150,7 +150,7 @@ class World:
         """Holds the references of the engine."""
         self.told: dict[tuple[UnitKey, AttemptId], NextRead] = {}
         endpoint = FeatureEndpoint(MemberId("worker"), self, self.sink, self.clock)
-        listener = Listener(lambda *_: None, self._needed, self.failed.__setitem__)
+        listener = Listener(lambda *_: None, self._needed, self.failed.__setitem__, _raise)
         self.receiver = Receiver(endpoint, self.config, (NUM_LEVELS, HIDDEN), self, listener)
         self.receiver.start()
 
@@ -348,3 +348,8 @@ def _first_turn(store: FeatureStore, unit: UnitKey, is_pull: bool) -> ReadTurn |
                 read = named.get(attempt, read)
             turns.append(ReadTurn(needs.is_admitted and attempt not in named, needs.rank, read))
     return min(turns, default=None)
+
+
+def _raise(error: WeftError) -> None:
+    """Lets a bug of the receiver fail the test instead of the worker."""
+    raise error

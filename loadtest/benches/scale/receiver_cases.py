@@ -149,7 +149,7 @@ def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
     """Prepares a request with sixteen units that arrives, has its units announced, pulled and read, and ends. Meanwhile
     `num_waiting` other requests wait for sixteen announced units each that find no room."""
     sink, plane, clock = _Sink(), _Plane(), ManualClock()
-    listener = Listener(lambda *_: None, lambda _: None, lambda *_: None)
+    listener = Listener(lambda *_: None, lambda _: None, lambda *_: None, lambda _: None)
     receiver = Receiver(FeatureEndpoint(MemberId("w"), plane, sink, clock), WorkerConfig(), (1, 1), plane, listener)
     loop = asyncio.new_event_loop()
 

@@ -26,6 +26,7 @@ REASONS = {
     "llm_workers/engine.py:Engine._run": "the loop of the engine's thread",
     "llm_workers/engine.py:Engine._add": "one command of that loop: a request that can't be added must end alone",
     "llm_workers/engine.py:Engine._try": "one step of that loop: the request that spoils the step must end alone",
+    "llm_workers/features/receiver.py:Receiver._pulled": "a callback of the event loop; else readers would wait",
     "llm_workers/tensor_parallel/rank_group.py:RankGroup.step": "one step of that loop, on all ranks together",
     "llm_workers/tensor_parallel/rank_model.py:follow": "the loop of a rank process",
     "llm_workers/worker_service.py:WorkerService._apply": "a callback of the event loop; else calls would not end",

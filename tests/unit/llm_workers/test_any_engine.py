@@ -8,6 +8,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,9 +18,11 @@ from fabric.contracts import (
     AttemptId,
     EngineFailed,
     EngineStats,
+    FeatureTicket,
     GenerateRequest,
     KvSnapshot,
     MemberId,
+    MmHash,
     RequestId,
     RouterHeartbeat,
     SamplingParams,
@@ -28,6 +31,7 @@ from fabric.contracts import (
     SystemClock,
     TokenFrames,
     UnitKey,
+    UnitReady,
     WorkerLost,
     WorkerReport,
 )
@@ -257,6 +261,29 @@ async def test_an_update_that_can_not_be_applied_ends_every_call(served: Served)
     async with asyncio.timeout(10.0):
         assert (await call).error.code == "worker_lost"
     assert served.service.report().is_lost
+
+
+async def test_a_pull_that_can_not_be_recorded_loses_the_worker(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the requests that read the unit would wait for ever."""
+
+    def fails(*_: object) -> None:
+        raise IndexError("a bug")
+
+    receiver = served.service._receiver
+    call = asyncio.ensure_future(served.service.generate(request("a")))
+    await served.until(lambda: served.engine.open)
+    monkeypatch.setattr(receiver, "_release", fails)
+    ticket = FeatureTicket("e", b"", 0, 0, 4, 1, (1, 1, 1), "float32", 1.0)
+    unit = UnitKey(MmHash(bytes(16)), 0)
+    receiver._call_soon(receiver._pulled, UnitReady(MemberId("e"), "", RequestId("a"), 0, unit, ticket), Future())
+    async with asyncio.timeout(10.0):
+        assert (await call).error.message == "the pull of a feature can't be recorded"
+    (record,) = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert (record.request_id, record.exc_info is not None) == ("a", True)
+    with pytest.raises(WorkerLost, match="the pull of a feature can't be recorded"):
+        served.service.check_health()
 
 
 async def test_a_contradiction_in_the_feature_store_loses_the_worker_and_its_reports_go_on(
