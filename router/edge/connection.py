@@ -196,13 +196,13 @@ def begin_request(scope: Scope, request_id: str, label: str | None) -> None:
 
 def note_failure(scope: Scope, error: WeftError) -> None:
     """Adds the error's code to the access line and logs a line of its own, at a level that depends on whose fault the
-    failure is. The client's faults are logged at info, without the message, which may quote the request. A lack of room
-    or of a part of the cluster is a warning. Failures of the server are errors and carry their trace."""
+    failure is. The client's faults are logged at info, without the message, because it quotes values of the request and
+    logs hold no content. A lack of room or of a part of the cluster is a warning. Failures of the server are errors and
+    carry their trace."""
     _note(scope, code=error.code)
     status = status_of(error)
     if isinstance(error, RequestRefused | Aborted | Draining):
         logger.info("the request ended with status %d, code %s, param %s", status, error.code, error.param or "none")
-        logger.debug("%s", error.message)
     elif isinstance(error, Busy | Unavailable):
         logger.warning("the request was refused with status %d, code %s: %s", status, error.code, error.message)
     else:

@@ -95,7 +95,8 @@ async def test_a_path_can_not_forge_a_line_and_its_query_is_left_out(log: pytest
         assert "SECRET" not in log.text
 
 
-async def test_prompts_media_and_keys_are_not_logged(log: pytest.LogCaptureFixture) -> None:
+async def test_prompts_media_and_keys_are_not_logged_at_any_level(log: pytest.LogCaptureFixture) -> None:
+    log.set_level(logging.DEBUG, "router")
     async with served() as (_, client):
         key = {"authorization": "Bearer SECRET"}
         secret = [text("SECRET"), image()]
@@ -107,6 +108,8 @@ async def test_prompts_media_and_keys_are_not_logged(log: pytest.LogCaptureFixtu
             chat_body([{"type": "SECRET"}]),
             chat_body(secret, temperature="SECRET"),
             chat_body(secret, stop=["SECRET"] * 99),
+            chat_body(secret, model="SECRET"),
+            chat_body(secret, response_format={"type": "SECRET"}),
             b'{"messages": "SECRET',
             b'{"model": "m", "messages": [{"role": "user", "content": {"SECRET": 1}}]}',
         ]
