@@ -57,8 +57,10 @@ def run(arguments: Sequence[str]) -> BenchResult:
     notes = [
         f"The bench ran {chosen.runs} times at {earlier[:12]} and at {later[:12]}, in turn; values are medians.",
         f"A bar may get worse by the spread of the earlier commit's runs, or by {MIN_SPREAD:.0%} if that is more.",
+        f"The options of the bench were: {' '.join(options) or 'none'}.",
     ]
-    return BenchResult(rows, compared, notes, variant=chosen.name)
+    variant = f"{chosen.name}-with-options" if options else chosen.name
+    return BenchResult(rows, compared, notes, variant=variant)
 
 
 def compare(earlier: Runs, later: Runs, is_max: Mapping[str, bool]) -> tuple[list[list[str]], list[Bar]]:

@@ -80,7 +80,8 @@ def test_both_commits_run_their_own_bench_with_its_options(repository: Path) -> 
         ("options: how much worse", 1.0, True),
     ]
     assert result.rows[2][1:3] == ["2", "2"]
-    assert result.variant == "made-up"
+    assert result.variant == "made-up-with-options"
+    assert result.notes[-1] == "The options of the bench were: --only x."
 
 
 def test_what_cannot_be_compared_is_named(repository: Path) -> None:
