@@ -248,10 +248,12 @@ class RouterService:
         return trace
 
     def _refused(self, trace: RequestTrace, error: Exception | asyncio.CancelledError) -> None:
-        if isinstance(error, asyncio.CancelledError):
-            known: WeftError = Aborted("the client left")
+        if isinstance(error, WeftError):
+            known = error
+        elif isinstance(error, asyncio.CancelledError):
+            known = Aborted("the client left")
         else:
-            known = error if isinstance(error, WeftError) else WeftError(f"internal error ({type(error).__name__})")
+            known = WeftError(f"an internal error occurred ({type(error).__name__})")
         trace.add("finished", code=known.code)
         trace.note(outcome=known.code, message=known.message)
         self._context.metrics.requests.labels(known.code).inc()
