@@ -7,14 +7,13 @@ part of one member, `member_costs` what a member's work costs, and `cost_learnin
 `capacity_queue` orders the requests that no member can serve now. Only these five keep anything from one call to the
 next.
 
-A request's run plans its attempts with `plan_route` and `plan_encoding` and waits in a `CapacityQueue`; the router
-service passes the members' messages to `ClusterState`, whose accuracy the metrics export. The folder knows nothing of
-HTTP, of the contents of requests, or of the calls to members.
+A request's run plans its attempts with `ClusterState.plan` and `ClusterState.plan_encoding` and waits in a
+`CapacityQueue`; the router service passes the members' messages to `ClusterState`, whose accuracy the metrics export.
+The folder knows nothing of HTTP, of the contents of requests, or of the calls to members.
 """
 
 from router.planning.capacity_queue import CapacityNeed, CapacityQueue, Supply, Waiter
 from router.planning.cluster_state import ClusterState, PlannerSettings
-from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.views import RoutePlan, RouteQuery
 
 __all__ = [
@@ -26,6 +25,4 @@ __all__ = [
     "RouteQuery",
     "Supply",
     "Waiter",
-    "plan_encoding",
-    "plan_route",
 ]

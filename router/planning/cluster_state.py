@@ -32,6 +32,7 @@ from modalities.family import ModelShape
 from router.planning.cost_learning import Learning, StageError
 from router.planning.member_costs import CommonCosts, CostDefaults, common_costs, common_line
 from router.planning.member_state import EncoderState, InFlight, WorkerState
+from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.views import ClusterView, EncoderView, ItemTerms, Line, RoutePlan, RouteQuery, WorkerView
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
@@ -128,6 +129,19 @@ class ClusterState:
         return self._ask_on_gap(worker_id, result, now)
 
     # ------------------------------------------------------------ planning
+
+    def plan(self, query: RouteQuery, now: float) -> RoutePlan:
+        """Returns the plan with the earliest predicted first token. It changes nothing but the random source: call
+        `note_dispatched` once the plan is carried out. Raises NoCapacity if there is no worker, or if no encoder can
+        take a modality; the error then names the modality."""
+        return plan_route(query, self.snapshot(query, now), now)
+
+    def plan_encoding(
+        self, query: RouteQuery, worker_id: MemberId, item_indexes: Sequence[int], now: float
+    ) -> tuple[ItemTerms, ...]:
+        """Returns encoders, chosen by the same landing times, for items that a worker needs after all. Raises
+        NoCapacity, naming the modality, if no encoder can take it."""
+        return plan_encoding(query, worker_id, item_indexes, self.snapshot(query, now))
 
     def snapshot(self, query: RouteQuery, now: float) -> ClusterView:
         """Returns frozen views for one query; excluded members are left out. It changes nothing but the random

@@ -24,7 +24,7 @@ from fabric.contracts import (
     WorkerLost,
 )
 from router.observe import RequestTrace
-from router.planning import RoutePlan, RouteQuery, plan_route
+from router.planning import RoutePlan, RouteQuery
 from router.prompt import Prompt
 from router.run.context import RouterContext
 from router.run.encode_dispatcher import ELSEWHERE, Dispatch, EncodeDispatcher
@@ -72,7 +72,7 @@ class Attempt:
         context, (request_id, attempt) = self._context, self.attempt_id
         now = context.clock.now()
         query = self._query()
-        plan = plan_route(query, context.cluster.snapshot(query, now), now)
+        plan = context.cluster.plan(query, now)
         self.plan, self.dispatched_at_s = plan, now
         context.cluster.note_dispatched(query, plan, now)
         context.metrics.covered_items.inc(len(plan.covered_items))

@@ -34,7 +34,7 @@ from fabric.contracts import (
     WorkerLost,
 )
 from router.observe import RequestTrace
-from router.planning import RoutePlan, RouteQuery, plan_encoding
+from router.planning import RoutePlan, RouteQuery
 from router.prompt import Prompt
 from router.run.context import RouterContext
 from router.run.failures import FAILURES, Setbacks
@@ -229,8 +229,7 @@ class EncodeDispatcher:
             self._give_up((spent,), EncodeFailed(message))
         query, now = self._dispatch.query(), self._context.clock.now()
         try:
-            snapshot = self._context.cluster.snapshot(query, now)
-            chosen = plan_encoding(query, self._dispatch.plan.worker_id, items, snapshot)
+            chosen = self._context.cluster.plan_encoding(query, self._dispatch.plan.worker_id, items, now)
         except NoCapacity:
             self.lacks_encoder = True
             raise cause from None

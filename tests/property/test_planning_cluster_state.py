@@ -35,7 +35,8 @@ from fabric.contracts import (
     StageTimes,
 )
 from fabric.contracts.messages import BlocksCleared
-from router.planning import ClusterState, RoutePlan, RouteQuery, plan_route
+from router.planning import ClusterState, RoutePlan, RouteQuery
+from router.planning.route_plan import plan_route
 
 WORKERS = ["w0", "w1", "w2"]
 ENCODERS = ["e0", "e1"]

@@ -11,8 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from planning_samples import BLOCK_SIZE, SHAPE, encoder_member, image, query, worker_member
 
 from fabric.contracts import MemberId, NoCapacity
-from router.planning import CapacityNeed, CapacityQueue, ClusterState, Waiter, plan_route
+from router.planning import CapacityNeed, CapacityQueue, ClusterState, Waiter
 from router.planning.capacity_queue import MIN_DROPPED
+from router.planning.route_plan import plan_route
 
 MODALITIES = ("image", "audio")
 MEMBERS = tuple(MemberId(f"member-{index}") for index in range(4))

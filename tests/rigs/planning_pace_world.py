@@ -11,7 +11,8 @@ from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_rep
 
 from fabric.contracts import context_scale_tokens, weighted_tokens
 from llm_workers.scheduling import StepCosts, StepWork
-from router.planning import ClusterState, plan_route
+from router.planning import ClusterState
+from router.planning.route_plan import plan_route
 
 OVERHEAD_S, DECODE_S, TOKEN_S = 0.004, 0.0003, 0.0001
 SCALE = context_scale_tokens(SHAPE.hidden_size)

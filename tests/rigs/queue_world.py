@@ -35,7 +35,8 @@ from llm_workers.scheduling import FeatureReferences, Scheduler, SequenceTimes, 
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_reports import WorkerReporter
 from modalities.family import ModelShape, Positions
-from router.planning import ClusterState, RouteQuery, plan_route
+from router.planning import ClusterState, RouteQuery
+from router.planning.route_plan import plan_route
 from router.planning.views import CandidateTerms
 
 WORKER = MemberId("worker")

@@ -35,7 +35,8 @@ from fabric.contracts import (
     StageTimes,
     TraceEvent,
 )
-from router.planning import ClusterState, RoutePlan, RouteQuery, plan_encoding, plan_route
+from router.planning import ClusterState, RoutePlan, RouteQuery
+from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.views import Line, LinkClass
 
 

@@ -38,7 +38,7 @@ from fabric.contracts import (
     RequestId,
     StageTimes,
 )
-from router.planning import ClusterState, plan_encoding, plan_route
+from router.planning import ClusterState
 from router.planning.member_costs import (
     CONFIRMED,
     GENERAL,
@@ -51,6 +51,7 @@ from router.planning.member_costs import (
 )
 from router.planning.member_state import Freshness, InFlight
 from router.planning.predictions import Landings, PlacementNeed, land_items, waiting
+from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.views import EncoderCosts, ItemTerms, Line, LinkClass
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)

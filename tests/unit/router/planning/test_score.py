@@ -9,7 +9,8 @@ import pytest
 from planning_samples import ENCODE, LINK, PREFILL, PREPARE, ROW_BYTES, encoder, image, query, snapshot, worker
 
 from fabric.contracts import MediaItem, NoCapacity
-from router.planning import RoutePlan, RouteQuery, plan_encoding, plan_route
+from router.planning import RoutePlan, RouteQuery
+from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.views import EncoderCosts, EncoderView, Line, LinkClass, WorkerView
 
 ENCODE_S = PREPARE.base_s + ENCODE.at(256)
