@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from fabric.contracts import (
     EncodeRequest,
@@ -103,9 +103,10 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
     """Routes each request to the replica whose unique id is the handle's `session_id`, or to any replica if the handle
     has no `session_id`.
 
-    Ray 2.60 has two traps, and each was seen to hang the router. First, an empty list of candidates makes it wait for
+    Ray 2.60 has three traps, and each was seen to hang the router. First, an empty list of candidates makes it wait for
     ever, so a call to a replica that has gone fails the future of its request and returns the candidates. Second,
-    `should_backoff` must be set, or a full replica makes the loop spin.
+    `should_backoff` must be set, or a full replica makes the loop spin. Third, while a deployment has no replica at
+    all, Ray does not ask for a choice until the next one has started, so calls to the last replica fail before that.
 
     A replica is in Weft's directory as soon as it has started, a little before Serve reports it to its callers. So a
     call to a replica that was never seen waits for a few seconds. A call to one that was seen earlier and is missing
@@ -120,6 +121,24 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         self._seen.update(replica.replica_id.unique_id for replica in replicas)
         super().update_replicas(replicas)
+        self._fail_waiting_calls()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._fail_waiting_calls()
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        if not self.curr_replicas and pending_request.metadata.session_id in self._seen:
+            raise _target_gone(pending_request)
+        return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+
+    def _fail_waiting_calls(self) -> None:
+        """Fails the calls to replicas that have gone, if no replica is left that could make Ray ask for a choice."""
+        for pending in () if self.curr_replicas else tuple(self._pending_requests_to_fulfill):
+            if pending.metadata.session_id in self._seen and not pending.future.done():
+                pending.future.set_exception(_target_gone(pending))
 
     async def choose_replicas(
         self,
@@ -138,5 +157,9 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
         if target not in self._seen and time.time() - pending_request.created_at < self._unknown_grace_s:
             return []  # Serve backs off and asks again.
         if not pending_request.future.done():
-            pending_request.future.set_exception(TargetGone(f"the replica {target} has left the cluster"))
+            pending_request.future.set_exception(_target_gone(pending_request))
         return [candidate_replicas]
+
+
+def _target_gone(pending_request: PendingRequest) -> TargetGone:
+    return TargetGone(f"the replica {pending_request.metadata.session_id} has left the cluster")

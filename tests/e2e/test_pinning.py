@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pathlib
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +53,15 @@ class Target:
 
     def refuse(self) -> None:
         raise InvalidMedia("broken", param="messages.0.content.1")
+
+
+class SlowToReturn(Target):
+    """A `SlowToReturn` is a target that starts only while the file `gate` exists."""
+
+    def __init__(self, gate: str) -> None:
+        super().__init__()
+        while not os.path.exists(gate):
+            time.sleep(0.05)
 
 
 class Caller:
@@ -172,19 +183,29 @@ def test_a_killed_replica_is_lost_then_gone(handles: tuple[DeploymentHandle, Dep
         call(targets, "who", victim)
 
 
-def test_no_replica_at_all_fails_cleanly(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
-    """A call waits for no other replica, neither right after the only one was killed nor when the deployment is gone:
-    the 20 s of `call` are for a busy machine, and reaching them is a failure."""
+def test_no_replica_at_all_fails_cleanly(
+    handles: tuple[DeploymentHandle, DeploymentHandle], tmp_path: pathlib.Path
+) -> None:
+    """A call waits for no other replica, neither while the only one is being replaced nor when the deployment is gone:
+    the 20 s of `call` are for a busy machine, and reaching them is a failure. The replacement can't start, so a call
+    that waits for it reaches them."""
     _, targets = handles
+    gate = tmp_path / "gate"
+    gate.touch()
     lone = serve.run(
-        serve.deployment(Target, name="Lone", ray_actor_options=ACTOR, request_router_config=PINNED).bind(),
+        serve.deployment(SlowToReturn, name="Lone", ray_actor_options=ACTOR, request_router_config=PINNED).bind(
+            str(gate)
+        ),
         name="lone",
         route_prefix=None,
     )
     name = lone.who.remote().result(timeout_s=20)
+    gate.unlink()
     os.kill(call(lone, "pid", name), signal.SIGKILL)
-    with pytest.raises((TargetGone, EncoderLost), match=name):
-        call(lone, "who", name)
+    for _ in range(3):  # The first call may find that the replica has died; the others find no replica.
+        with pytest.raises((TargetGone, EncoderLost), match=name):
+            call(lone, "who", name)
+    gate.touch()
     serve.delete("lone")
     with pytest.raises(EncoderLost, match=f"{name} can't be reached"):
         call(lone, "who", name)
