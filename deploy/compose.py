@@ -20,7 +20,7 @@ from deploy.config import ClusterConfig, EncoderSection
 from deploy.logs import collect_library_logs
 from deploy.process_setup import ask_for_large_pages, keep_freed_memory
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
-from fabric.contracts import DTYPE_TO_BYTES, ConfigError, Member, MemberId, SystemClock
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, SystemClock
 from fabric.transport import FeatureSink, FeatureSource, Plane
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
@@ -92,7 +92,14 @@ def check_shares(shape: ModelShape, num_ranks: int) -> None:
         )
 
 
-def member(kind: str, member_id: MemberId, address: str, host: str, modalities: tuple[str, ...] = ()) -> Member:
+def member(
+    kind: str,
+    member_id: MemberId,
+    address: str,
+    host: str,
+    modalities: tuple[str, ...] = (),
+    kv_scheme: KvScheme | None = None,
+) -> Member:
     """Returns the record of a member. Its epoch is the current time, so other members never take a restarted process
     for the previous one."""
     return Member(
@@ -104,6 +111,7 @@ def member(kind: str, member_id: MemberId, address: str, host: str, modalities: 
         modalities=modalities,
         transfer_agent=str(member_id),
         pid=os.getpid(),
+        kv_scheme=kv_scheme,
     )
 
 

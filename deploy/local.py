@@ -18,10 +18,12 @@ from deploy.http_server import HttpServer, check_port
 from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
 from deploy.sizing import arena_bytes, inbox_bytes, refuse_if_too_small
 from fabric.contracts import (
+    WEFT_KV,
     EncodeRequest,
     EncodeResult,
     GenerateRequest,
     GenerateResult,
+    KvScheme,
     Member,
     MemberId,
     TargetGone,
@@ -98,7 +100,8 @@ class LocalCluster:
         plane = LocalPlane(self._hub, f"local://{member_id}")
         modalities = compose.loaded_modalities(self.config, self.model.family) if kind == "encoder" else ()
         host = f"{compose.host_name()}/in-process"
-        self._members.append(compose.member(kind, member_id, plane.address, host, modalities))
+        scheme = KvScheme(WEFT_KV, self.config.workers.block_size) if kind == "worker" else None
+        self._members.append(compose.member(kind, member_id, plane.address, host, modalities, scheme))
         self._planes.append(plane)
         return member_id, plane
 

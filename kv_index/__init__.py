@@ -7,7 +7,7 @@ they plan a route. The package is pure: it knows nothing of any policy, of model
 travel.
 """
 
-from kv_index.block_hashing import keys_of_blocks, prompt_block_hashes
+from kv_index.block_hashing import is_known_scheme, keys_of_blocks, prompt_block_hashes
 from kv_index.holder_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "FeatureIndex",
     "IndexStats",
     "PrefixIndex",
+    "is_known_scheme",
     "keys_of_blocks",
     "prompt_block_hashes",
 ]

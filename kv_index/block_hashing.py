@@ -4,6 +4,9 @@ up.
 A block's hash contains its parent's hash, so equal hashes mean equal prefixes. Media enter as extra keys, because the
 id of the placeholder token says nothing about which picture stands there. This module knows nothing of which member
 holds a block.
+
+`prompt_block_hashes` knows one hash function, `WEFT_KV`. An engine that hashes in another way gets a function of its
+own here, which is chosen by the name of the worker's `KvScheme`.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fabric.contracts import BlockHash, MediaItem, PlaceholderRange, block_hashes, frame
+from fabric.contracts import WEFT_KV, KvScheme, MediaItem, PlaceholderRange, block_hashes, frame
 
 
 def extra_keys(
@@ -35,16 +38,25 @@ def extra_keys(
 
 
 def prompt_block_hashes(
+    scheme: KvScheme,
     token_ids: Sequence[int],
-    block_size: int,
     placeholders: Sequence[PlaceholderRange] = (),
     media: Sequence[MediaItem] = (),
     cache_salt: str = "",
-) -> list[BlockHash]:
-    """Returns the hashes of all full blocks of a prompt, in order. It takes O(blocks + runs)."""
+) -> bytes:
+    """Returns the hashes of all full blocks of a prompt, in order, side by side. It takes O(blocks + runs). It returns
+    no hash for a scheme whose hash function is unknown (`is_known_scheme`), because a prompt then matches nothing."""
+    if not is_known_scheme(scheme):
+        return b""
+    block_size = scheme.block_size
     content = np.asarray(token_ids, dtype="<i4").tobytes()
     keys = keys_of_blocks(0, len(token_ids) // block_size, block_size, placeholders, media, cache_salt)
-    return block_hashes(None, content, 4 * block_size, keys)
+    return b"".join(block_hashes(None, content, 4 * block_size, keys))
+
+
+def is_known_scheme(scheme: KvScheme) -> bool:
+    """Returns whether `prompt_block_hashes` can compute the hashes of the scheme."""
+    return scheme.name == WEFT_KV and scheme.block_size > 0
 
 
 def keys_of_blocks(

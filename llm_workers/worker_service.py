@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fabric.contracts import (
+    WEFT_KV,
     AbortAttempt,
     Aborted,
     AttemptId,
@@ -23,6 +24,7 @@ from fabric.contracts import (
     GenerateResult,
     InvalidRequest,
     KvEvents,
+    KvScheme,
     KvSnapshot,
     Member,
     MemberId,
@@ -132,6 +134,11 @@ class WorkerService:
             self._reporter.is_lost = True
             self._report()
             self._on_loss()
+
+    @property
+    def kv_scheme(self) -> KvScheme:
+        """Returns how this worker hashes its KV blocks, which its record in the directory says."""
+        return KvScheme(WEFT_KV, self._config.block_size)
 
     def check_health(self) -> None:
         """Raises the error with which the worker was lost, WorkerLost if the engine, the message plane or the feature

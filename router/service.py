@@ -7,6 +7,7 @@ the requests' runs do.
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ from fabric.contracts import (
     WorkerReport,
 )
 from fabric.transport import Plane
+from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest
 from router.observe import PlannerSeries, RequestTrace, RouterMetrics, TraceRing
@@ -49,6 +51,7 @@ from router.run import (
     Ticket,
 )
 
+_LOG = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
 
 
@@ -133,6 +136,7 @@ class RouterService:
         series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
         change = self._context.cluster.update_members(members)
         self._context.set_members(members)
+        self._use_schemes(change.joined)
         for member in change.left:
             self._context.metrics.reports.remove(member.member_id)
             self._context.plane.forget(member.address)
@@ -142,6 +146,15 @@ class RouterService:
             self._send_heartbeat(member.member_id)
             self._ask_snapshot(member.member_id)
         self._gate.changed()
+
+    def _use_schemes(self, joined: Sequence[Member]) -> None:
+        """Has prompts hashed by the schemes of the workers that are there, and logs the workers that joined whose
+        scheme is unknown."""
+        for member in joined:
+            if member.kind == "worker" and (member.kv_scheme is None or not is_known_scheme(member.kv_scheme)):
+                known = "no scheme" if member.kv_scheme is None else f"the unknown scheme {member.kv_scheme.name!r}"
+                _LOG.warning("worker %s hashes its KV by %s, so no prefix is found there", member.member_id, known)
+        self._prompt_builder.use_schemes(self._context.cluster.kv_schemes())
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
         """Returns whether a request could be served, and which members are there. Serving needs a worker, and an

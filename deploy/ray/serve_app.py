@@ -129,7 +129,7 @@ class WorkerReplica:
         endpoint, address = WorkerEndpoint(member_id, self._plane, self._sink), node_address(config)
         self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
         self._service = self._worker.service
-        record = compose.member("worker", member_id, self._plane.address, address)
+        record = compose.member("worker", member_id, self._plane.address, address, kv_scheme=self._service.kv_scheme)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fabric.contracts import (
+    WEFT_KV,
     AbortAttempt,
     ArenaStats,
     AttemptId,
@@ -33,6 +34,7 @@ from fabric.contracts import (
     ItemResult,
     ItemStats,
     KvEvents,
+    KvScheme,
     KvSnapshot,
     MediaItem,
     Member,
@@ -49,12 +51,14 @@ from fabric.contracts import (
     UnitReady,
     WeftError,
     WorkerReport,
+    split_hashes,
 )
 from fabric.transport import LocalHub, LocalPlane
 from kv_index import prompt_block_hashes
 from modalities.text import TextCodec
 
 BLOCK_SIZE = 16
+SCHEME = KvScheme(WEFT_KV, BLOCK_SIZE)
 
 
 def reply_text(token_ids: Sequence[int], seed: int, choice: int) -> str:
@@ -101,7 +105,7 @@ class FakeWorker:
 
     @property
     def member(self) -> Member:
-        return Member(self.member_id, "worker", self.plane.address, "host-0", 1)
+        return Member(self.member_id, "worker", self.plane.address, "host-0", 1, kv_scheme=SCHEME)
 
     def handle(self, message: PlaneMessage) -> None:
         match message:
@@ -188,8 +192,8 @@ class FakeWorker:
     # ------------------------------------------------------------ caches
 
     def _hashes(self, request: GenerateRequest) -> list[BlockHash]:
-        return prompt_block_hashes(
-            request.token_ids, BLOCK_SIZE, request.placeholders, request.media, request.cache_salt
+        return split_hashes(
+            prompt_block_hashes(SCHEME, request.token_ids, request.placeholders, request.media, request.cache_salt)
         )
 
     def _admit(self, request: GenerateRequest) -> int:

@@ -61,8 +61,11 @@ from fabric.contracts.errors import (
     WorkerLost,
 )
 from fabric.contracts.identity import (
+    KV_HASH_BYTES,
+    WEFT_KV,
     AttemptId,
     BlockHash,
+    KvScheme,
     MemberId,
     MmHash,
     RequestId,
@@ -78,6 +81,7 @@ from fabric.contracts.identity import (
     mint_request_id,
     mm_hash,
     request_id,
+    split_hashes,
     uniform,
 )
 from fabric.contracts.learned_cost import Memory, context_scale_tokens, corrected, weighted_tokens
@@ -119,6 +123,8 @@ from fabric.contracts.messages import (
 
 __all__ = [
     "DTYPE_TO_BYTES",
+    "KV_HASH_BYTES",
+    "WEFT_KV",
     "AbortAttempt",
     "Aborted",
     "ArenaFull",
@@ -159,6 +165,7 @@ __all__ = [
     "ItemStats",
     "KvEvent",
     "KvEvents",
+    "KvScheme",
     "KvSnapshot",
     "LeaseLost",
     "MachineBusy",
@@ -217,6 +224,7 @@ __all__ = [
     "mint_request_id",
     "mm_hash",
     "request_id",
+    "split_hashes",
     "uniform",
     "weighted_tokens",
 ]

@@ -36,6 +36,23 @@ BlockHash = NewType("BlockHash", bytes)
 """Identifies a KV block together with all blocks before it (16 bytes)."""
 
 
+KV_HASH_BYTES = 16
+"""A `BlockHash` has this many bytes. Many hashes travel and are kept as one `bytes` object, in which they stand side by
+side (`split_hashes`)."""
+WEFT_KV = "weft-kv-1"
+"""Names the hash function of this module: a block's hash covers its parent's, its token ids and its extra keys."""
+
+
+class KvScheme(NamedTuple):
+    """A `KvScheme` says how a prompt is cut into KV blocks and how these are hashed. Hashes of different schemes have
+    nothing to do with each other. The workers of one cluster may differ in their scheme, because engines differ."""
+
+    name: str
+    """Names the hash function, e.g. `WEFT_KV`."""
+    block_size: int
+    """Counts the tokens of a block."""
+
+
 class AttemptId(NamedTuple):
     """An `AttemptId` is one try at a request. A migration or a retry is a new attempt; messages of old attempts are
     dropped."""
@@ -112,11 +129,11 @@ def block_hash(parent: BlockHash | None, token_ids: bytes, extra_keys: Iterable[
     digest, so resistance to chosen input is not needed and speed decides.
     """
     extra = frame(extra_keys)
-    return BlockHash(xxhash.xxh3_128_digest(frame([b"weft-kv-1", parent or b"", token_ids, extra])))
+    return BlockHash(xxhash.xxh3_128_digest(frame([WEFT_KV.encode(), parent or b"", token_ids, extra])))
 
 
 # These are the framed parts of a block that are the same in most blocks.
-_BLOCK_HEAD, _NOTHING, _HASH_SIZE = frame([b"weft-kv-1"]), frame([b""]), struct.pack("<Q", 16)
+_BLOCK_HEAD, _NOTHING, _HASH_SIZE = frame([WEFT_KV.encode()]), frame([b""]), struct.pack("<Q", KV_HASH_BYTES)
 
 
 def block_hashes(
@@ -135,6 +152,11 @@ def block_hashes(
         hashes.append(BlockHash(digest))
         last = _HASH_SIZE + digest
     return hashes
+
+
+def split_hashes(hashes: bytes) -> list[BlockHash]:
+    """Returns the hashes that stand side by side in `hashes`."""
+    return [BlockHash(hashes[at : at + KV_HASH_BYTES]) for at in range(0, len(hashes), KV_HASH_BYTES)]
 
 
 def uniform(seed: int, choice: int, index: int) -> float:

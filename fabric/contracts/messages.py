@@ -24,7 +24,7 @@ from fabric.contracts.calls import (
     Wire,
 )
 from fabric.contracts.errors import ProtocolError
-from fabric.contracts.identity import BlockHash, MemberId, MmHash, RequestId, UnitKey
+from fabric.contracts.identity import BlockHash, KvScheme, MemberId, MmHash, RequestId, UnitKey
 from fabric.contracts.member_reports import EncoderReport, WorkerReport
 
 # ---------------------------------------------------------------- membership
@@ -48,6 +48,9 @@ class Member(Wire, frozen=True):
     """Names the member's transfer agent (`FeatureTicket.source`); it is empty if the member has none."""
     pid: int = 0
     """Holds the id of the member's process on `host`, for human readers."""
+    kv_scheme: KvScheme | None = None
+    """Says how a worker hashes its KV blocks; it is None for other members. The router knows nothing of the prefixes of
+    a worker that does not say it."""
 
 
 # ---------------------------------------------------------------- message plane

@@ -19,12 +19,14 @@ from fabric.contracts import (
     FeatureEvents,
     GenerateResult,
     KvEvents,
+    KvScheme,
     KvSnapshot,
     Member,
     MemberId,
     MmHash,
     WorkerReport,
     context_scale_tokens,
+    split_hashes,
     weighted_tokens,
 )
 from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
@@ -73,7 +75,9 @@ class ClusterState:
         self._settings = settings
         self._workers: dict[MemberId, WorkerState] = {}
         self._encoders: dict[MemberId, EncoderState] = {}
-        self._prefixes = PrefixIndex(settings.max_index_blocks)
+        self._scheme_to_prefixes: dict[KvScheme | None, PrefixIndex] = {}
+        """Holds an index per scheme that a worker has used; the blocks of workers without a scheme are never looked
+        up."""
         self._features = FeatureIndex(settings.max_index_items)
         self._learning = Learning(settings.cost_defaults, context_scale_tokens(shape.hidden_size))
         self._in_flight = InFlight()
@@ -95,6 +99,7 @@ class ClusterState:
         joined = tuple(m for member_id, m in new.items() if member_id not in old or member_id in gone)
         for member in joined:
             if member.kind == "worker":
+                self._prefixes(member)
                 self._workers[member.member_id] = self._learning.new_worker(member)
             else:
                 self._encoders[member.member_id] = self._learning.new_encoder(member)
@@ -123,9 +128,10 @@ class ClusterState:
         worker_id = message.worker_id
         if worker_id not in self._workers:
             return ()
+        prefixes = self._prefixes(self._workers[worker_id].member)
         if isinstance(message, KvSnapshot):
-            return self._ask_on_gap(worker_id, self._prefixes.load_snapshot(message), now)
-        result = self._prefixes.apply(worker_id, message.epoch, message.first_seq, message.events)
+            return self._ask_on_gap(worker_id, prefixes.load_snapshot(message), now)
+        result = prefixes.apply(worker_id, message.epoch, message.first_seq, message.events)
         return self._ask_on_gap(worker_id, result, now)
 
     # ------------------------------------------------------------ planning
@@ -146,7 +152,7 @@ class ClusterState:
     def snapshot(self, query: RouteQuery, now: float) -> ClusterView:
         """Returns frozen views for one query; excluded members are left out. It changes nothing but the random
         source."""
-        worker_to_blocks = self._prefixes.lookup(query.block_hashes)
+        worker_to_blocks = self._covered_blocks(query)
         encoder_to_cached = self._cached(query)
         barred = self._barred(query.excluded, now)
         worker_line = common_line(state.prefill.estimate(now) for state in self._workers.values())
@@ -221,8 +227,15 @@ class ClusterState:
         """Returns the comparison of predicted with actual values, per stage."""
         return self._learning.accuracy.stages()
 
+    def kv_schemes(self) -> tuple[KvScheme, ...]:
+        """Returns the schemes of the workers, each once: a query must hold the hashes of these."""
+        schemes = (state.member.kv_scheme for state in self._workers.values())
+        return tuple(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
+
     def prefix_stats(self) -> IndexStats:
-        return self._prefixes.stats()
+        """Returns the sums over the indexes of all schemes."""
+        stats = [prefixes.stats() for prefixes in self._scheme_to_prefixes.values()]
+        return IndexStats(*map(sum, zip(*stats, strict=True))) if stats else PrefixIndex(0).stats()
 
     def feature_stats(self) -> IndexStats:
         return self._features.stats()
@@ -239,7 +252,7 @@ class ClusterState:
             return ()
         state.take(report, now)
         self._in_flight.acknowledge(report.worker_id, report.acknowledged)
-        return self._ask_unless(self._prefixes.is_in_step(report.worker_id), report.worker_id, now)
+        return self._ask_unless(self._prefixes(state.member).is_in_step(report.worker_id), report.worker_id, now)
 
     def _take_encoder_report(self, report: EncoderReport, now: float) -> Sequence[MemberId]:
         state = self._encoders.get(report.encoder_id)
@@ -272,6 +285,23 @@ class ClusterState:
     def _barred(self, excluded: frozenset[MemberId], now: float) -> frozenset[MemberId]:
         return excluded | {member_id for member_id, until in self._member_to_exclusion_end_s.items() if until > now}
 
+    def _prefixes(self, worker: Member) -> PrefixIndex:
+        """Returns the index of the worker's scheme."""
+        prefixes = self._scheme_to_prefixes.get(worker.kv_scheme)
+        if prefixes is None:
+            prefixes = PrefixIndex(self._settings.max_index_blocks)
+            self._scheme_to_prefixes[worker.kv_scheme] = prefixes
+        return prefixes
+
+    def _covered_blocks(self, query: RouteQuery) -> dict[MemberId, int]:
+        """Returns the leading blocks of `self._block_size` tokens that each worker holds."""
+        worker_to_blocks: dict[MemberId, int] = {}
+        for scheme, hashes in query.scheme_to_hashes.items():
+            if (prefixes := self._scheme_to_prefixes.get(scheme)) is not None:
+                for worker_id, num_blocks in prefixes.lookup(split_hashes(hashes)).items():
+                    worker_to_blocks[worker_id] = num_blocks * scheme.block_size // self._block_size
+        return worker_to_blocks
+
     def _cached(self, query: RouteQuery) -> dict[MemberId, frozenset[MmHash]]:
         encoder_to_cached: dict[MemberId, frozenset[MmHash]] = {}
         for mm_hash in {item.mm_hash for item in query.media}:
@@ -280,9 +310,9 @@ class ClusterState:
         return encoder_to_cached
 
     def _forget(self, member_id: MemberId) -> None:
-        self._workers.pop(member_id, None)
+        if (state := self._workers.pop(member_id, None)) is not None:
+            self._prefixes(state.member).remove_worker(member_id)
         self._encoders.pop(member_id, None)
-        self._prefixes.remove_worker(member_id)
         self._features.remove_encoder(member_id)
         self._in_flight.forget_member(member_id)
         self._member_to_exclusion_end_s.pop(member_id, None)

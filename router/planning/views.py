@@ -13,7 +13,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fabric.contracts import AttemptId, BlockHash, MediaItem, MemberId, MmHash, PlaceholderRange
+from fabric.contracts import AttemptId, KvScheme, MediaItem, MemberId, MmHash, PlaceholderRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,9 @@ class RouteQuery:
     attempt_id: AttemptId
     token_count: int
     """Counts the prompt's tokens with the placeholders expanded."""
-    block_hashes: tuple[BlockHash, ...]
-    """Holds the hashes of all full blocks of the prompt."""
+    scheme_to_hashes: Mapping[KvScheme, bytes]
+    """Maps each scheme that workers use (`ClusterState.kv_schemes`) to the hashes of all full blocks of the prompt, 16
+    bytes each, side by side."""
     media: tuple[MediaItem, ...] = ()
     placeholders: tuple[PlaceholderRange, ...] = ()
     """The ranges are sorted by offset and disjoint."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import ParamSpec, TypeVar
 
-from fabric.contracts import BlockHash, InvalidRequest, MediaItem, PlaceholderRange, SamplingParams, StopConditions
+from fabric.contracts import InvalidRequest, KvScheme, MediaItem, PlaceholderRange, SamplingParams, StopConditions
 from kv_index import prompt_block_hashes
 from modalities.family import ExpandedPrompt, Family, MediaOptions
 from modalities.registry import Registry
@@ -55,7 +55,8 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A `Prompt` is a request as the cluster sees it: ids, media and stops. It is frozen, and is kept until the
-    request's terminal event. It knows nothing of the client's format."""
+    request's terminal event. It knows nothing of the client's format. Its block hashes are computed for the schemes
+    that are asked for, each once."""
 
     token_ids: tuple[int, ...]
     """Holds one id per position, with placeholders expanded."""
@@ -63,7 +64,6 @@ class Prompt:
     media: tuple[MediaItem, ...]
     media_bytes: tuple[bytes, ...]
     """Holds the encoded file of each medium, because an encoding may be needed again at any time."""
-    block_hashes: tuple[BlockHash, ...]
     sampling: SamplingParams
     stop: StopConditions
     stop_strings: tuple[str, ...] = ()
@@ -71,6 +71,15 @@ class Prompt:
     cache_salt: str = ""
     priority: int = 0
     ignored_fields: tuple[str, ...] = ()
+    _scheme_to_hashes: dict[KvScheme, bytes] = field(default_factory=dict, repr=False, compare=False)
+
+    def block_hashes(self, scheme: KvScheme) -> bytes:
+        """Returns the hashes of the prompt's full blocks, side by side. They are computed at the first call."""
+        hashes = self._scheme_to_hashes.get(scheme)
+        if hashes is None:
+            hashes = prompt_block_hashes(scheme, self.token_ids, self.placeholders, self.media, self.cache_salt)
+            self._scheme_to_hashes[scheme] = hashes
+        return hashes
 
     @property
     def ending_token_ids(self) -> frozenset[int]:
@@ -143,6 +152,7 @@ class PromptBuilder:
             config.model_name, self.max_items, config.media_limits, registry, prober, self._in_media_thread
         )
         self._planner = MediaPlanner(family)
+        self._kv_schemes: tuple[KvScheme, ...] = ()
 
     async def start(self) -> None:
         """Starts the prober, if a served modality needs it. Raises NoCapacity."""
@@ -150,6 +160,11 @@ class PromptBuilder:
             self._registry.modality(name).needs_process for name in self.max_items if self._registry.has_modality(name)
         ):
             await self._prober.start()
+
+    def use_schemes(self, schemes: Collection[KvScheme]) -> None:
+        """Sets the schemes for which later prompts are hashed in the thread that makes them. A prompt computes the
+        hashes of any other scheme when it is asked for them."""
+        self._kv_schemes = tuple(schemes)
 
     async def close(self) -> None:
         self._threads.close()
@@ -202,22 +217,23 @@ class PromptBuilder:
         rendered = self.codec.render(self._messages(draft, losses), most_tokens=longest)
         items, expanded = self._fitted(draft, losses, rendered)
         media = tuple(planned.item for planned in items)
-        num_tokens, salt = len(expanded.token_ids), chat.cache_salt or ""
-        hashes = prompt_block_hashes(expanded.token_ids, self._config.block_size, expanded.placeholders, media, salt)
-        return Prompt(
+        num_tokens = len(expanded.token_ids)
+        prompt = Prompt(
             token_ids=tuple(expanded.token_ids),
             placeholders=expanded.placeholders,
             media=media,
             media_bytes=tuple(planned.data for planned in items),
-            block_hashes=tuple(hashes),
             sampling=draft.sampling,
             stop=stop_conditions(chat, num_tokens, longest, self.codec.eos_token_ids),
             stop_strings=tuple(chat.stop or ()),
             num_choices=chat.num_choices,
-            cache_salt=salt,
+            cache_salt=chat.cache_salt or "",
             priority=chat.priority or 0,
             ignored_fields=tuple(chat.ignored_fields),
         )
+        for scheme in self._kv_schemes:
+            prompt.block_hashes(scheme)
+        return prompt
 
     def _fitted(
         self, draft: Draft, losses: Losses, rendered: Sequence[int]

@@ -94,7 +94,7 @@ class Attempt:
         return RouteQuery(
             attempt_id=self.attempt_id,
             token_count=len(prompt.token_ids),
-            block_hashes=prompt.block_hashes,
+            scheme_to_hashes={scheme: prompt.block_hashes(scheme) for scheme in self._context.cluster.kv_schemes()},
             media=prompt.media,
             placeholders=prompt.placeholders,
             feature_row_bytes=self._context.feature_row_bytes,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from planning_samples import (
     BLOCK_SIZE,
+    SCHEME,
     SHAPE,
     encoder_member,
     encoder_report,
@@ -33,6 +34,7 @@ from fabric.contracts import (
     MmHash,
     NoCapacity,
     StageTimes,
+    split_hashes,
 )
 from fabric.contracts.messages import BlocksCleared
 from router.planning import ClusterState, RoutePlan, RouteQuery
@@ -45,7 +47,7 @@ worker_names, encoder_names = st.sampled_from(WORKERS), st.sampled_from(ENCODERS
 counts = st.integers(0, 5000)
 three_counts = st.tuples(counts, counts, counts)
 rates = st.sampled_from([0.0, 1e-6, 1e-3, 1.0])
-hashes = st.lists(st.sampled_from(LONG.block_hashes), max_size=6).map(tuple)
+hashes = st.lists(st.sampled_from(split_hashes(LONG.scheme_to_hashes[SCHEME])), max_size=6).map(tuple)
 kv_events = st.lists(
     st.one_of(st.builds(BlocksStored, st.none(), hashes), st.builds(BlocksRemoved, hashes), st.builds(BlocksCleared)),
     max_size=3,

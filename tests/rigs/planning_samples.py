@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fabric.contracts import (
+    WEFT_KV,
     ArenaStats,
     AttemptId,
     DeviceStats,
@@ -12,6 +13,7 @@ from fabric.contracts import (
     EngineStats,
     FeatureStats,
     ItemStats,
+    KvScheme,
     MediaItem,
     Member,
     MemberId,
@@ -25,6 +27,7 @@ from router.planning import RouteQuery
 from router.planning.views import ClusterView, EncoderCosts, EncoderView, Line, LinkClass, WorkerView
 
 BLOCK_SIZE = 16
+SCHEME = KvScheme(WEFT_KV, BLOCK_SIZE)
 SHAPE = ModelShape(
     hidden_size=1024, num_levels=1, num_layers=4, num_kv_heads=4, head_dim=64, vocab_size=1000, max_model_len=8192
 )
@@ -55,7 +58,7 @@ def query(*parts: int | MediaItem, attempt: str = "req", excluded: Sequence[str]
     return RouteQuery(
         attempt_id=AttemptId(RequestId(attempt), 0),
         token_count=at,
-        block_hashes=tuple(index.to_bytes(16, "little") for index in range(at // BLOCK_SIZE)),
+        scheme_to_hashes={SCHEME: b"".join(index.to_bytes(16, "little") for index in range(at // BLOCK_SIZE))},
         media=tuple(media),
         placeholders=tuple(runs),
         feature_row_bytes=ROW_BYTES,
@@ -81,7 +84,7 @@ def snapshot(
 
 
 def worker_member(name: str, host: str = "h-0", epoch: int = 1) -> Member:
-    return Member(MemberId(name), "worker", f"address-{name}", host, epoch)
+    return Member(MemberId(name), "worker", f"address-{name}", host, epoch, kv_scheme=SCHEME)
 
 
 def encoder_member(name: str, host: str = "h-0", modalities: tuple[str, ...] = ("image",)) -> Member:

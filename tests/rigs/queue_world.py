@@ -162,7 +162,7 @@ class QueueWorld:
     def _dispatch(self, arrival: Arrival) -> dict[RequestId, CandidateTerms]:
         self._num_requests += 1
         name = RequestId(f"r{self._num_requests}")
-        query = RouteQuery(AttemptId(name, 0), arrival.prompt_tokens, ())
+        query = RouteQuery(AttemptId(name, 0), arrival.prompt_tokens, {})
         plan = plan_route(query, self.cluster.snapshot(query, arrival.at_s), arrival.at_s)
         self.cluster.note_dispatched(query, plan, arrival.at_s)
         token_ids = tuple(np.random.default_rng(self._num_requests).integers(1, VOCAB, arrival.prompt_tokens).tolist())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec import structs
 from router_chats import chat, expected, image, read, text
 
 from deploy.testing import FakeEncoder, FakeWorker, fake_cluster, settled
-from deploy.testing.fake_members import BLOCK_SIZE
+from deploy.testing.fake_members import BLOCK_SIZE, SCHEME
 from fabric.contracts import (
+    WEFT_KV,
     AbortAttempt,
     Aborted,
     ContextLengthExceeded,
@@ -17,6 +19,7 @@ from fabric.contracts import (
     InvalidMedia,
     InvalidRequest,
     KvEvents,
+    KvScheme,
     ModelNotFound,
     NoCapacity,
     Overloaded,
@@ -44,6 +47,24 @@ async def test_a_dead_plane_is_ill_health() -> None:
         cluster.service._context.plane.close()
         with pytest.raises(WeftError, match="message plane"):
             cluster.service.check_health()
+
+
+async def test_prompts_are_hashed_by_the_schemes_of_the_workers(caplog: pytest.LogCaptureFixture) -> None:
+    async with fake_cluster(num_workers=3) as cluster:
+        first, second, third = (worker.member for worker in cluster.workers)
+        coarse, other = KvScheme(WEFT_KV, 2 * BLOCK_SIZE), KvScheme("another-hash", BLOCK_SIZE)
+        second, third = (structs.replace(each, kv_scheme=new) for each, new in ((second, coarse), (third, other)))
+        cluster.service.update_members([])
+        cluster.service.update_members([first, second, third])
+        assert f"{third.member_id} hashes its KV by the unknown scheme 'another-hash'" in caplog.text
+        builder = cluster.service._prompt_builder
+        prompt = await builder.plan(await builder.read(chat("a long text " * 20)))
+        assert set(prompt._scheme_to_hashes) == {SCHEME, coarse, other}
+        hashed = {scheme: len(prompt.block_hashes(scheme)) // 16 for scheme in (SCHEME, coarse, other)}
+        num_tokens = len(prompt.token_ids)
+        assert hashed == {SCHEME: num_tokens // 16, coarse: num_tokens // 32, other: 0}
+        assert prompt.block_hashes(SCHEME) is prompt.block_hashes(SCHEME)
+        assert len(prompt.block_hashes(KvScheme(WEFT_KV, 1))) == 16 * num_tokens, "any scheme can be asked for"
 
 
 async def test_image_goes_to_the_encoder_and_the_request_to_the_worker() -> None:

@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from scheduling_cases import Bench, attempt_id, positions, request, sequence_id, unit
 
-from fabric.contracts import FeatureMismatch, ProtocolError, SamplingParams, StopConditions, UnitKey
+from fabric.contracts import (
+    WEFT_KV,
+    FeatureMismatch,
+    KvScheme,
+    ProtocolError,
+    SamplingParams,
+    StopConditions,
+    UnitKey,
+    split_hashes,
+)
 from kv_index import prompt_block_hashes
 from llm_workers.scheduling import NO_BLOCK, StepEvents, StepResult
 from llm_workers.scheduling.sequence import Stopwatch
@@ -73,7 +82,9 @@ def test_findable_blocks_have_the_hashes_that_routers_compute() -> None:
     bench.add(prompt, landed=True)
     bench.step()
     _, (stored,) = bench.scheduler.drain_kv_events()
-    expected = prompt_block_hashes(prompt.token_ids, 16, prompt.placeholders, prompt.media, "tenant")
+    scheme = KvScheme(WEFT_KV, 16)
+    hashes = prompt_block_hashes(scheme, prompt.token_ids, prompt.placeholders, prompt.media, "tenant")
+    expected = split_hashes(hashes)
     assert list(stored.hashes) == expected
     assert len(expected) == 3
 

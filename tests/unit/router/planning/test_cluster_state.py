@@ -5,10 +5,12 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 from planning_samples import (
     BLOCK_SIZE,
     ROW_BYTES,
+    SCHEME,
     SHAPE,
     encoder_member,
     encoder_report,
@@ -19,6 +21,8 @@ from planning_samples import (
 )
 
 from fabric.contracts import (
+    WEFT_KV,
+    BlockHash,
     BlocksStored,
     ChoiceResult,
     EncodeCost,
@@ -30,10 +34,12 @@ from fabric.contracts import (
     GenerateResult,
     ItemResult,
     KvEvents,
+    KvScheme,
     KvSnapshot,
     NoCapacity,
     StageTimes,
     TraceEvent,
+    split_hashes,
 )
 from router.planning import ClusterState, RoutePlan, RouteQuery
 from router.planning.route_plan import plan_encoding, plan_route
@@ -54,9 +60,33 @@ def route(state: ClusterState, request: RouteQuery, now: float = 0.0) -> RoutePl
     return plan
 
 
+def blocks_of(request: RouteQuery) -> tuple[BlockHash, ...]:
+    return tuple(split_hashes(request.scheme_to_hashes[SCHEME]))
+
+
 def knows_prompt(state: ClusterState, name: str, request: RouteQuery, now: float = 0.0) -> None:
-    snapshot = KvSnapshot(name, 1, 0, (BlocksStored(None, request.block_hashes),))
+    snapshot = KvSnapshot(name, 1, 0, (BlocksStored(None, blocks_of(request)),))
     assert state.apply(snapshot, now) == ()
+
+
+def test_workers_of_several_schemes_are_looked_up_in_their_own() -> None:
+    coarse, other = KvScheme(WEFT_KV, 4 * BLOCK_SIZE), KvScheme("another-hash", BLOCK_SIZE)
+    schemes = {"w0": SCHEME, "w1": coarse, "w2": other, "w3": None}
+    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
+    state.update_members(
+        [msgspec.structs.replace(worker_member(name), kv_scheme=each) for name, each in schemes.items()]
+    )
+    assert state.kv_schemes() == (SCHEME, coarse, other)
+    request = query(10 * BLOCK_SIZE)
+    hashes = request.scheme_to_hashes[SCHEME]
+    request = replace(request, scheme_to_hashes={SCHEME: hashes, coarse: hashes[-32:], other: b""})
+    for name, blocks in {"w0": hashes[:48], "w1": hashes[-32:-16], "w2": hashes, "w3": hashes}.items():
+        state.apply(KvSnapshot(name, 1, 0, (BlocksStored(None, tuple(split_hashes(blocks))),)), 0.0)
+    covered = {each.worker_id: each.covered_blocks for each in state.snapshot(request, 0.0).workers}
+    assert covered == {"w0": 3, "w1": 4, "w2": 0, "w3": 0}
+    assert state.prefix_stats().num_keys == 3 + 1 + 10 + 10
+    state.update_members([worker_member("w0")])
+    assert state.kv_schemes() == (SCHEME,)
 
 
 def generated(plan: RoutePlan, **changes: Any) -> GenerateResult:
@@ -167,7 +197,7 @@ def test_a_feature_in_an_encoders_cache_draws_the_item() -> None:
 
 def test_gaps_ask_for_a_snapshot_but_not_at_every_message() -> None:
     state = cluster_of(num_workers=1, num_encoders=1)
-    events = KvEvents("w0", 1, 4, (BlocksStored(None, query(32).block_hashes),))
+    events = KvEvents("w0", 1, 4, (BlocksStored(None, blocks_of(query(32))),))
     assert state.apply(events, 0.0) == ("w0",)
     assert state.apply(events, 0.5) == ()
     assert state.apply(worker_report("w0", 1), 0.9) == ()
