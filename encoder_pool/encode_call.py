@@ -73,6 +73,7 @@ class Call:
             batch_items=waiter.batch_items,
             batch_cost=waiter.batch_cost,
             is_cache_hit=is_cache_hit,
+            device_prepare_s=waiter.device_prepare_s,
         )
         for item in self._same(waiter.item):
             is_first = item.index == waiter.item.index

@@ -395,6 +395,7 @@ class Pipeline:
         elif self.jobs.is_live(job):
             for waiter in job.waiters:
                 waiter.preprocess_s += seconds
+                waiter.device_prepare_s += seconds
             self.jobs.decoded(job, outcome)
 
     def _fail_job(self, job: EncodeJob, error: WeftError) -> None:

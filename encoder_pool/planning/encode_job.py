@@ -130,6 +130,7 @@ class EncodeWaiter:
     num_retries_left: int = 1
     decode_s: float = 0.0
     preprocess_s: float = 0.0
+    device_prepare_s: float = 0.0
     encode_s: float = 0.0
     """Sums the time of all forward passes that made units of the item."""
     batch_items: int = 0

@@ -166,6 +166,8 @@ class StageTimes(Wire, frozen=True):
     batch_items: int = 0
     batch_cost: int = 0
     is_cache_hit: bool = False
+    device_prepare_s: float = 0.0
+    """Holds the part of `preprocess_s` for which the encoder's device worked."""
 
 
 class ItemResult(Wire, frozen=True):

@@ -26,7 +26,7 @@ from fabric.contracts import (
 )
 from router.planning.member_costs import CostDefaults, EncoderCost, LinearCost
 from router.planning.member_state import EncoderState, WorkerState
-from router.planning.views import EncoderCosts, ItemTerms, Line, LinkClass, RoutePlan, link_class
+from router.planning.views import ItemTerms, Line, LinkClass, RoutePlan, link_class
 
 
 class Learning:
@@ -43,7 +43,7 @@ class Learning:
         return WorkerState(member, self._defaults.prefill)
 
     def new_encoder(self, member: Member) -> EncoderState:
-        return EncoderState(member, EncoderCost(EncoderCosts(self._defaults.prepare, self._defaults.encode)))
+        return EncoderState(member, EncoderCost(self._defaults.encoder))
 
     def links(self) -> dict[LinkClass, Line]:
         return {link: cost.line for link, cost in self._links.items()}
@@ -90,14 +90,16 @@ class Learning:
             self.accuracy.note("cached_items", float(terms.is_cached), float(times.is_cache_hit))
         if times.is_cache_hit:
             return
-        prepared_s = times.decode_s + times.preprocess_s
+        decoded_s = times.decode_s + times.preprocess_s - times.device_prepare_s
         encoded_cost = max(times.batch_cost, terms.cost)
         costs = encoder.cost.of(terms.modality)
         if is_as_planned and not terms.is_cached:
             self.accuracy.note("encoder_wait", terms.wait_s, times.queue_s)
-            self.accuracy.note("prepare", costs.prepare.at(terms.cost), prepared_s)
+            self.accuracy.note("decode", costs.decode.at(terms.cost), decoded_s)
+            self.accuracy.note("device_prepare", costs.device_prepare.at(terms.cost), times.device_prepare_s)
             self.accuracy.note("encode", costs.encode.at(encoded_cost), times.encode_s)
-        encoder.cost.observe_prepare(terms.modality, terms.cost, prepared_s, now)
+        encoder.cost.observe_decode(terms.modality, terms.cost, decoded_s, now)
+        encoder.cost.observe_device_prepare(terms.modality, terms.cost, times.device_prepare_s, now)
         encoder.cost.observe_encode(terms.modality, encoded_cost, times.encode_s, now)
 
     def _observe_transfers(
@@ -138,10 +140,10 @@ def _pulls(trace: Sequence[TraceEvent]) -> list[tuple[str, float]]:
 class Accuracy:
     """Keeps a `StageError` for each stage. These are sums only, so that a scraper can take rates of them.
 
-    A worker has the stages `queue`, `prefill`, `held` and `ttft`; an encoder has `encoder_wait`, `prepare` and
-    `encode`. `transfer` is the time on a link. `lower_bound` compares the lower bound with the actual TTFT, which shows
-    how efficiently work overlaps. `prefix_tokens` and `cached_items` compare the hits that the indexes promised with
-    the hits that the members found."""
+    A worker has the stages `queue`, `prefill`, `held` and `ttft`; an encoder has `encoder_wait`, `decode`,
+    `device_prepare` and `encode`. `transfer` is the time on a link. `lower_bound` compares the lower bound with the
+    actual TTFT, which shows how efficiently work overlaps. `prefix_tokens` and `cached_items` compare the hits that the
+    indexes promised with the hits that the members found."""
 
     def __init__(self) -> None:
         self._stage_to_error: dict[str, StageError] = {}

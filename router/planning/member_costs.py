@@ -13,7 +13,7 @@ The caller passes the time in. The module knows nothing of queues, of scores, or
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import exp, exp2, log
+from math import exp, exp2, inf, log
 from typing import NamedTuple
 
 from fabric.contracts import EncoderReport, corrected
@@ -25,11 +25,16 @@ class CostDefaults(NamedTuple):
     because the costs are corrected."""
 
     prefill: Line = Line(base_s=5e-3, per_unit_s=1e-4)
-    prepare: Line = Line(base_s=2e-3, per_unit_s=2e-6)
+    decode: Line = Line(base_s=2e-3, per_unit_s=2e-6)
+    device_prepare: Line = Line(base_s=0.0, per_unit_s=0.0)
     encode: Line = Line(base_s=2e-3, per_unit_s=2e-5)
     same_process: Line = Line(base_s=1e-4, per_unit_s=1 / 5e9)
     same_host: Line = Line(base_s=5e-4, per_unit_s=1 / 2e9)
     network: Line = Line(base_s=1e-3, per_unit_s=1 / 1e9)
+
+    @property
+    def encoder(self) -> EncoderCosts:
+        return EncoderCosts(self.decode, self.device_prepare, self.encode)
 
     def link(self, link: LinkClass) -> Line:
         return {
@@ -170,6 +175,8 @@ def believed(estimate: Estimate, common: Line | None) -> Line:
     line, trust = estimate
     if common is None:
         return line
+    if trust == 0.0:
+        return common
     return Line(_drawn(line.base_s, common.base_s, trust), _drawn(line.per_unit_s, common.per_unit_s, trust))
 
 
@@ -185,6 +192,8 @@ def _drawn(own: float, common: float, trust: float) -> float:
 
 # ------------------------------------------------------------ the line and its correction
 
+ZERO = Line(0.0, 0.0)
+"""This is the cost of a stage that was never seen; the first observation of the stage replaces it."""
 LEARNING_RATE = 0.25
 MAX_CORRECTION = 1e4
 """Limits the learned factor between an anchor and the line."""
@@ -216,6 +225,9 @@ class LinearCost:
         if x < 0.0:
             return
         old = self._line
+        if old == ZERO:
+            self._begin(x, actual_s)
+            return
         base_s, per_unit_s = corrected(old, (1.0, x), actual_s, gain)
         self._factors = Line(
             _bounded(self._factors.base_s * (base_s / old.base_s if old.base_s else 1.0)),
@@ -237,6 +249,13 @@ class LinearCost:
         self._is_measured = True
         self._anchor = measured
         self._refresh()
+
+    def _begin(self, x: float, actual_s: float) -> None:
+        """Begins with the first observation of a cost that was zero, because factors never change a zero. Half of the
+        time counts as the base, and half as the slope."""
+        if 0.0 < actual_s < inf:
+            self._anchor = Line(0.5 * actual_s, 0.5 * actual_s / x) if x else Line(actual_s, 0.0)
+            self._refresh()
 
     def _refresh(self) -> None:
         anchor, factors = self._anchor, self._factors
@@ -278,7 +297,7 @@ class EncoderCost:
     def of(self, modality: str) -> EncoderCosts:
         """Returns the costs as they were learned, however long ago that was."""
         stages = self._modality_to_stages.get(modality, self._modality_to_stages[GENERAL])
-        return EncoderCosts(stages.prepare.line, stages.encode.line)
+        return EncoderCosts(stages.decode.line, stages.device_prepare.line, stages.encode.line)
 
     def anchor(self, report: EncoderReport, now: float) -> None:
         """Takes the encoder's own measurements of its forward passes."""
@@ -287,9 +306,14 @@ class EncoderCost:
         for cost in report.costs:
             self._known(cost.modality).encode.anchor(Line(cost.overhead_s, cost.seconds_per_cost), now)
 
-    def observe_prepare(self, modality: str, cost: int, seconds: float, now: float) -> None:
+    def observe_decode(self, modality: str, cost: int, seconds: float, now: float) -> None:
         for name in (modality, GENERAL):
-            self._known(name).prepare.observe(cost, seconds, now)
+            self._known(name).decode.observe(cost, seconds, now)
+
+    def observe_device_prepare(self, modality: str, cost: int, seconds: float, now: float) -> None:
+        """Takes the time of the device's preprocessing. It says nothing of other modalities, which the device may not
+        prepare at all."""
+        self._known(modality).device_prepare.observe(cost, seconds, now)
 
     def observe_encode(self, modality: str, cost: int, seconds: float, now: float) -> None:
         for name in (modality, GENERAL):
@@ -302,35 +326,37 @@ class EncoderCost:
 
 
 class _Stages(NamedTuple):
-    prepare: AgeingCost
+    decode: AgeingCost
+    device_prepare: AgeingCost
     encode: AgeingCost
 
     def estimates(self, now: float) -> StageEstimates:
-        return StageEstimates(self.prepare.estimate(now), self.encode.estimate(now))
+        return StageEstimates(*(stage.estimate(now) for stage in self))
 
 
 def _stages(costs: EncoderCosts) -> _Stages:
-    return _Stages(AgeingCost(costs.prepare), AgeingCost(costs.encode))
+    return _Stages(*map(AgeingCost, costs))
 
 
 class StageEstimates(NamedTuple):
-    prepare: Estimate
+    decode: Estimate
+    device_prepare: Estimate
     encode: Estimate
 
     def believed(self, common: CommonStages) -> EncoderCosts:
-        return EncoderCosts(believed(self.prepare, common.prepare), believed(self.encode, common.encode))
+        return EncoderCosts(*map(believed, self, common))
 
 
 class CommonStages(NamedTuple):
     """Holds the cost lines of encoders in general; a line is None where nothing is known."""
 
-    prepare: Line | None = None
+    decode: Line | None = None
+    device_prepare: Line | None = None
     encode: Line | None = None
 
     @classmethod
     def of(cls, estimates: Iterable[StageEstimates]) -> CommonStages:
-        known = list(estimates)
-        return cls(common_line(each.prepare for each in known), common_line(each.encode for each in known))
+        return cls(*map(common_line, zip(*estimates, strict=True)))
 
 
 CommonCosts = Mapping[str, CommonStages]

@@ -142,7 +142,7 @@ class EncoderState:
 
 
 def _unknown(costs: EncoderCosts) -> StageEstimates:
-    return StageEstimates(Estimate(costs.prepare, 0.0), Estimate(costs.encode, 0.0))
+    return StageEstimates(*(Estimate(line, 0.0) for line in costs))
 
 
 class Freshness:

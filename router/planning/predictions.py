@@ -158,7 +158,7 @@ def land_items(
     is the size of a row of features on one level. The choice is greedy in order of index: each item takes account of
     the items before it.
 
-        land(unit, w) = max(wait(e), decode_queue(e) + decode + preprocess)
+        land(unit, w) = max(wait(e), decode_queue(e) + decode) + device_prepare
                         + encode_e(units of this request on e, up to and including this one)
                         + alpha(e,w) + beta(e,w) * bytes
 
@@ -234,7 +234,8 @@ class _Offer(NamedTuple):
 def _offer(item: MediaItem, encoder: EncoderView, link: Line, before: Mapping[str, int]) -> _Offer:
     if item.mm_hash in encoder.cached:
         return _Offer(encoder, link, True, 0.0, before)
-    return _Offer(encoder, link, False, max(wait_s(encoder), prepare_s(encoder, item)), before)
+    ready_s = max(wait_s(encoder), prepare_s(encoder, item)) + device_prepare_s(encoder, item)
+    return _Offer(encoder, link, False, ready_s, before)
 
 
 def wait_s(encoder: EncoderView) -> float:
@@ -245,8 +246,13 @@ def wait_s(encoder: EncoderView) -> float:
 
 def prepare_s(encoder: EncoderView, item: MediaItem) -> float:
     """Returns the seconds for the decode queue, and for decoding and preprocessing the item."""
-    queue_s = encoder.costs.prepare.per_unit_s * encoder.queued_cost
-    return queue_s + encoder.costs_of(item.modality).prepare.at(item.cost)
+    queue_s = encoder.costs.decode.per_unit_s * encoder.queued_cost
+    return queue_s + encoder.costs_of(item.modality).decode.at(item.cost)
+
+
+def device_prepare_s(encoder: EncoderView, item: MediaItem) -> float:
+    """Returns the seconds for which the device prepares the item before its forward pass."""
+    return encoder.costs_of(item.modality).device_prepare.at(item.cost)
 
 
 def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int) -> ItemTerms:
@@ -281,6 +287,7 @@ def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int
         cost=item.cost,
         num_bytes=num_bytes,
         modality=item.modality,
+        device_prepare_s=device_prepare_s(encoder, item),
     )
 
 

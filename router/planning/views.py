@@ -107,10 +107,14 @@ class EncoderView(NamedTuple):
 
 
 class EncoderCosts(NamedTuple):
-    """Holds the costs of one encoder, per patch, or per mel frame for sounds: those of decoding and preprocessing an
-    item (on the CPU), and those of its forward pass."""
+    """Holds the costs of one encoder, per patch, or per mel frame for sounds, stage by stage. Decode processes do the
+    first stage; the device does the other two, one batch after another."""
 
-    prepare: Line
+    decode: Line
+    """This is the cost of decoding and preprocessing an item in a decode process."""
+    device_prepare: Line
+    """This is the cost of the preprocessing that the device does before the forward pass, such as spectrograms. It is
+    zero where the decode processes do everything."""
     encode: Line
 
 
@@ -215,6 +219,7 @@ class ItemTerms:
     is_cached: bool
     wait_s: float
     prepare_s: float
+    """This is the time for the decode queue, and for decoding and preprocessing in a decode process."""
     encode_s: float
     """This is the time from the start of this request's first unit on that encoder to the end of this item's last
     unit."""
@@ -224,6 +229,8 @@ class ItemTerms:
     """Counts the item's patches."""
     num_bytes: int
     modality: str = ""
+    device_prepare_s: float = 0.0
+    """This is the time for which the device prepares the item before its forward pass."""
 
     @property
     def load(self) -> int:

@@ -42,7 +42,7 @@ encoders = st.builds(
     modalities=st.frozensets(st.sampled_from(MODALITIES)),
     queued_cost=st.integers(0, 5000),
     cached=st.frozensets(st.sampled_from([digit * 32 for digit in "abcd"]), max_size=2),
-    costs=st.builds(EncoderCosts, lines, lines),
+    costs=st.builds(EncoderCosts, lines, lines, lines),
 )
 
 

@@ -32,7 +32,8 @@ SHAPE = ModelShape(
     hidden_size=1024, num_levels=1, num_layers=4, num_kv_heads=4, head_dim=64, vocab_size=1000, max_model_len=8192
 )
 PREFILL = Line(0.005, 0.001)
-PREPARE = Line(0.002, 0.0)
+DECODE = Line(0.002, 0.0)
+NO_COST = Line(0.0, 0.0)
 ENCODE = Line(0.010, 0.0001)
 LINK = Line(0.001, 1e-9)
 ROW_BYTES = 4096
@@ -72,7 +73,8 @@ def worker(name: str, **changes: object) -> WorkerView:
 
 
 def encoder(name: str, **changes: object) -> EncoderView:
-    view = EncoderView(MemberId(name), "h-0", frozenset({"image"}), 0, frozenset(), EncoderCosts(PREPARE, ENCODE))
+    costs = EncoderCosts(DECODE, NO_COST, ENCODE)
+    view = EncoderView(MemberId(name), "h-0", frozenset({"image"}), 0, frozenset(), costs)
     return view._replace(**changes)
 
 

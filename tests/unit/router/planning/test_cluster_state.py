@@ -287,7 +287,7 @@ def test_newcomers_start_from_what_the_others_taught() -> None:
     old, new = view.workers
     assert new.prefill == pytest.approx(old.prefill)
     assert view.encoders[1].costs.encode.at(256) == pytest.approx(3.0, rel=0.1)
-    assert view.encoders[1].costs.prepare.at(256) == pytest.approx(0.5, rel=0.1)
+    assert view.encoders[1].costs.decode.at(256) == pytest.approx(0.5, rel=0.1)
 
 
 def test_costs_are_learned_by_modality_and_reported_ones_are_taken() -> None:
@@ -308,7 +308,7 @@ def test_costs_are_learned_by_modality_and_reported_ones_are_taken() -> None:
     for view in state.snapshot(request, 0.0).encoders:
         assert view.costs_of("image").encode.at(256) == pytest.approx(3.0, rel=0.1)
         assert view.costs_of("audio").encode.at(256) == pytest.approx(0.05, rel=0.1)
-        assert view.costs_of("audio").prepare.at(256) == pytest.approx(0.01, rel=0.1)
+        assert view.costs_of("audio").decode.at(256) == pytest.approx(0.01, rel=0.1)
 
 
 def test_failures_teach_nothing() -> None:

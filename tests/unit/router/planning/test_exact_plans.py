@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from planning_samples import (
     BLOCK_SIZE,
+    DECODE,
     ENCODE,
     LINK,
+    NO_COST,
     PREFILL,
-    PREPARE,
     ROW_BYTES,
     SHAPE,
     encoder,
@@ -75,7 +76,7 @@ def landed(*items: MediaItem, **encoders: dict[str, Any]) -> Landings:
 def test_terms_of_an_item_that_is_encoded() -> None:
     item = image(0, num_tokens=64, cost=256)
     (terms,) = landed(item, near={"queued_cost": 100}).items
-    queued_s, prepared_s = ENCODE.at(100), PREPARE.at(256)
+    queued_s, prepared_s = ENCODE.at(100), DECODE.at(256)
     assert queued_s > prepared_s
     transfer_s = HERE.at(64 * ROW_BYTES)
     assert terms == ItemTerms(
@@ -144,7 +145,9 @@ def test_every_stage_is_held_against_what_came() -> None:
         MemberId("w0"), (), 164, 32, queue_s=0.5, prefill_s=2.0, held_s=0.25, first_token_s=3.0, trace=()
     )
     state.observe_generate(plan, result, 0.0)
-    times = StageTimes(queue_s=0.125, decode_s=0.5, preprocess_s=0.25, encode_s=4.0, batch_cost=300)
+    times = StageTimes(
+        queue_s=0.125, decode_s=0.5, preprocess_s=0.25, encode_s=4.0, batch_cost=300, device_prepare_s=0.1
+    )
     costs = state.snapshot(query(image(0), 100), 0.0).encoders[0].costs
     state.observe_encode(plan, EncodeResult(MemberId("e0"), (ItemResult(0, times),)), 0.0)
     stages = state.accuracy()
@@ -157,7 +160,8 @@ def test_every_stage_is_held_against_what_came() -> None:
         "prefix_tokens": (0.0, 32.0),
         "cached_items": (0.0, 0.0),
         "encoder_wait": (item.wait_s, 0.125),
-        "prepare": (costs.prepare.at(256), 0.75),
+        "decode": (costs.decode.at(256), 0.65),
+        "device_prepare": (0.0, 0.1),
         "encode": (costs.encode.at(300), 4.0),
     }
     assert set(stages) == set(expected)
@@ -429,7 +433,7 @@ def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing() -> 
 
 
 def test_what_an_encoder_reports_of_all_its_forwards_ages_from_then() -> None:
-    cost = EncoderCost(EncoderCosts(PREPARE, ENCODE))
+    cost = EncoderCost(EncoderCosts(DECODE, NO_COST, ENCODE))
     assert cost.estimates(0.0)[GENERAL].encode.trust == 0.0
     costs = (EncodeCost("audio", 1e-3, 0.2),)
     report = encoder_report("e0", 1, encode_s_per_cost=1e-4, batch_overhead_s=0.01, costs=costs)

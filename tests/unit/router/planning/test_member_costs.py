@@ -4,7 +4,15 @@ import random
 
 import pytest
 
-from router.planning.member_costs import LinearCost
+from router.planning.member_costs import (
+    ZERO,
+    CommonStages,
+    CostDefaults,
+    EncoderCost,
+    Estimate,
+    LinearCost,
+    StageEstimates,
+)
 from router.planning.views import Line
 
 TRUTH = Line(0.02, 3e-4)
@@ -85,3 +93,25 @@ def test_an_unknown_measurement_is_ignored() -> None:
     cost = LinearCost(TRUTH)
     cost.anchor(Line(0.0, 0.0))
     assert cost.line == TRUTH
+
+
+def test_a_stage_that_was_never_seen_begins_with_its_first_observation() -> None:
+    cost = LinearCost(ZERO)
+    cost.observe(100, 0.0)
+    assert cost.line == ZERO
+    cost.observe(100, 0.2)
+    assert cost.line == Line(0.1, 1e-3)
+    assert taught(ZERO).line.at(1000) == pytest.approx(TRUTH.at(1000), rel=0.1)
+    at_nothing = LinearCost(ZERO)
+    at_nothing.observe(0, 0.3)
+    assert at_nothing.line == Line(0.3, 0.0)
+
+
+def test_a_stage_of_one_modality_costs_others_nothing_and_a_new_encoder_what_it_costs_in_general() -> None:
+    cost = EncoderCost(CostDefaults().encoder)
+    cost.observe_device_prepare("audio", 100, 0.2, 0.0)
+    assert cost.of("audio").device_prepare.at(100) == pytest.approx(0.2)
+    assert cost.of("image").device_prepare == ZERO
+    common = CommonStages.of([cost.estimates(0.0)["audio"]])
+    unknown = StageEstimates(*(Estimate(line, 0.0) for line in CostDefaults().encoder))
+    assert unknown.believed(common).device_prepare == cost.of("audio").device_prepare

@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from planning_samples import ENCODE, LINK, PREFILL, PREPARE, ROW_BYTES, encoder, image, query, snapshot, worker
+from planning_samples import DECODE, ENCODE, LINK, NO_COST, PREFILL, ROW_BYTES, encoder, image, query, snapshot, worker
 
 from fabric.contracts import MediaItem, NoCapacity
 from router.planning import RoutePlan, RouteQuery
 from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.views import EncoderCosts, EncoderView, Line, LinkClass, WorkerView
 
-ENCODE_S = PREPARE.base_s + ENCODE.at(256)
+ENCODE_S = DECODE.base_s + ENCODE.at(256)
 TRANSFER_S = LINK.at(64 * ROW_BYTES)
 LANDING_S = ENCODE_S + TRANSFER_S
 FIRST_TOKEN_S = PREFILL.base_s
@@ -66,7 +66,7 @@ def test_text_costs_its_prefill_alone_and_weighs_context() -> None:
 def test_images_on_one_encoder_land_one_after_the_other() -> None:
     first, second = plan(query(image(0), image(1))).explanation.winner.items
     assert first.landing_s == pytest.approx(LANDING_S)
-    assert second.landing_s == pytest.approx(PREPARE.base_s + ENCODE.at(512) + TRANSFER_S)
+    assert second.landing_s == pytest.approx(DECODE.base_s + ENCODE.at(512) + TRANSFER_S)
 
 
 def test_images_go_to_several_encoders_by_earliest_landing() -> None:
@@ -75,7 +75,7 @@ def test_images_go_to_several_encoders_by_earliest_landing() -> None:
 
 
 def test_waiting_for_the_encoder_overlaps_its_decoding() -> None:
-    slow_decode = EncoderCosts(Line(1.0, 0.0), ENCODE)
+    slow_decode = EncoderCosts(Line(1.0, 0.0), NO_COST, ENCODE)
     busy = encoder("e", queued_cost=1000, costs=slow_decode)
     (item,) = plan(query(image(0), 10), encoders=[busy]).explanation.winner.items
     assert item.wait_s == pytest.approx(ENCODE.at(1000))
@@ -83,7 +83,7 @@ def test_waiting_for_the_encoder_overlaps_its_decoding() -> None:
 
 
 def test_each_modality_costs_its_own_and_forwards_add_up() -> None:
-    sounds = EncoderCosts(Line(0.5, 0.0), Line(0.03, 0.001))
+    sounds = EncoderCosts(Line(0.5, 0.0), NO_COST, Line(0.03, 0.001))
     both = encoder("e", modalities=frozenset({"image", "audio"}), modality_to_costs={"audio": sounds})
     media = [image(0), image(1, modality="audio"), image(2), image(3, modality="audio")]
     items = plan(query(*media, 10), encoders=[both]).explanation.winner.items
@@ -92,7 +92,7 @@ def test_each_modality_costs_its_own_and_forwards_add_up() -> None:
     assert [item.encode_s for item in items] == pytest.approx(
         [ENCODE.at(256), ENCODE.at(256) + heard_s[0], ENCODE.at(512) + heard_s[0], ENCODE.at(512) + heard_s[1]]
     )
-    assert [item.prepare_s for item in items] == pytest.approx([PREPARE.base_s, 0.5, PREPARE.base_s, 0.5])
+    assert [item.prepare_s for item in items] == pytest.approx([DECODE.base_s, 0.5, DECODE.base_s, 0.5])
 
 
 def test_pictures_and_sound_of_one_video_may_go_to_two_encoders() -> None:
@@ -110,7 +110,7 @@ def test_units_of_a_video_land_one_by_one_and_overlap_inside_it() -> None:
     frames = MediaItem(0, "image", "f" * 32, (4, 8, 8), (100, 100, 100, 100), 4000, "p")
     made = plan(query(frames, 10))
     unit_transfer_s = LINK.at(100 * ROW_BYTES)
-    landings = [PREPARE.base_s + ENCODE.at(1000 * n) + unit_transfer_s for n in (1, 2, 3, 4)]
+    landings = [DECODE.base_s + ENCODE.at(1000 * n) + unit_transfer_s for n in (1, 2, 3, 4)]
     t = 0.0
     for landing_s in landings:
         t = max(t, landing_s) + prefill_s(100)
