@@ -30,6 +30,21 @@ from fabric.contracts.member_reports import EncoderReport, WorkerReport
 # ---------------------------------------------------------------- membership
 
 
+class MemberPlace(Wire, frozen=True):
+    """A `MemberPlace` says what a member runs on, and what that is connected to."""
+
+    hardware: str = ""
+    """Names the device on which the member computes; members of one kind on equal devices cost about the same. It is
+    empty for routers, which compute nothing."""
+    nvlink_domain: str = ""
+    """Names the group of devices, joined by NVLink, in whose memory the member keeps features. It is empty if features
+    lie in host memory, or if no NVLink leaves the device."""
+    rdma_fabric: str = ""
+    """Names the InfiniBand or RoCE fabric that the member's transfer agent can use; it is empty if there is none."""
+    labels: tuple[tuple[str, str], ...] = ()
+    """Holds the labels of the member's node, sorted by name."""
+
+
 class Member(Wire, frozen=True):
     """A `Member` is one process of the cluster, as the directory knows it."""
 
@@ -51,6 +66,8 @@ class Member(Wire, frozen=True):
     kv_scheme: KvScheme | None = None
     """Says how a worker hashes its KV blocks; it is None for other members. The router knows nothing of the prefixes of
     a worker that does not say it."""
+    place: MemberPlace = MemberPlace()
+    """Together with `host`, it says which class the links between two members have."""
 
 
 # ---------------------------------------------------------------- message plane

@@ -3,7 +3,8 @@ has a clock, a socket or a random source of its own.
 
 `views` defines what the planner sees and answers, `route_plan` makes the choice, and `predictions` computes the times
 that it compares. Behind the views, `cluster_state` keeps the router's picture of the cluster: `member_state` keeps the
-part of one member, `member_costs` what a member's work costs, and `cost_learning` corrects these costs by results.
+part of one member, `member_costs` what a member's work costs, `link_classes` says how far apart two
+members run, and `cost_learning` corrects these costs by results.
 `capacity_queue` orders the requests that no member can serve now. Only these five keep anything from one call to the
 next.
 
@@ -14,12 +15,16 @@ The folder knows nothing of HTTP, of the contents of requests, or of the calls t
 
 from router.planning.capacity_queue import CapacityNeed, CapacityQueue, Supply, Waiter
 from router.planning.cluster_state import ClusterState, PlannerSettings
+from router.planning.link_classes import LinkClass, LinkOverride, MemberSelector
 from router.planning.views import RoutePlan, RouteQuery
 
 __all__ = [
     "CapacityNeed",
     "CapacityQueue",
     "ClusterState",
+    "LinkClass",
+    "LinkOverride",
+    "MemberSelector",
     "PlannerSettings",
     "RoutePlan",
     "RouteQuery",

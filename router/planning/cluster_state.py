@@ -32,6 +32,7 @@ from fabric.contracts import (
 from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
 from router.planning.cost_learning import Learning, StageError
+from router.planning.link_classes import LinkOverride
 from router.planning.member_costs import CommonCosts, CostDefaults, common_costs, common_line
 from router.planning.member_state import EncoderState, InFlight, WorkerState
 from router.planning.route_plan import plan_encoding, plan_route
@@ -50,6 +51,8 @@ class PlannerSettings:
     """The router asks again for a snapshot that has not come after this time."""
     tolerance: float = 0.02
     """Workers count as equal if they differ by less than this share of a request's own work."""
+    links: tuple[LinkOverride, ...] = ()
+    """Overrides the classes of links that follow from where members run; the first that fits a pair wins."""
     cost_defaults: CostDefaults = CostDefaults()  # noqa: RUF009 (a NamedTuple is immutable)
 
 
@@ -79,7 +82,8 @@ class ClusterState:
         """Holds an index per scheme that a worker has used; the blocks of workers without a scheme are never looked
         up."""
         self._features = FeatureIndex(settings.max_index_items)
-        self._learning = Learning(settings.cost_defaults, context_scale_tokens(shape.hidden_size))
+        scale_tokens = context_scale_tokens(shape.hidden_size)
+        self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links)
         self._in_flight = InFlight()
         self._member_to_exclusion_end_s: dict[MemberId, float] = {}
         self._member_to_asked_s: dict[MemberId, float] = {}

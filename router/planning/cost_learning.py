@@ -24,18 +24,20 @@ from fabric.contracts import (
     TraceEvent,
     weighted_tokens,
 )
+from router.planning.link_classes import LinkClass, LinkOverride, LinkRules
 from router.planning.member_costs import CostDefaults, EncoderCost, LinearCost
 from router.planning.member_state import EncoderState, WorkerState
-from router.planning.views import ItemTerms, Line, LinkClass, RoutePlan, link_class
+from router.planning.views import ItemTerms, Line, RoutePlan
 
 
 class Learning:
     """Creates the cost state of new members and corrects it by results. For `context_scale_tokens` see
     `fabric.contracts.learned_cost`."""
 
-    def __init__(self, defaults: CostDefaults, context_scale_tokens: float) -> None:
+    def __init__(self, defaults: CostDefaults, context_scale_tokens: float, links: Sequence[LinkOverride] = ()) -> None:
         self.accuracy = Accuracy()
         self.context_scale_tokens = context_scale_tokens
+        self.link_rules = LinkRules(links)
         self._defaults = defaults
         self._links = {link: LinearCost(defaults.link(link)) for link in LinkClass}
 
@@ -116,7 +118,8 @@ class Learning:
             if terms is None or encoder is None:
                 continue
             num_bytes = terms.num_bytes / hash_to_num_units[mm_hash]
-            cost = self._links[link_class(encoder.member.host, worker.member.host)]
+            place, rules = self.link_rules.place, self.link_rules
+            cost = self._links[rules.link_class(place(encoder.member), place(worker.member))]
             self.accuracy.note("transfer", cost.line.at(num_bytes), seconds)
             cost.observe(num_bytes, seconds)
 

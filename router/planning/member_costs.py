@@ -17,7 +17,8 @@ from math import exp, exp2, inf, log
 from typing import NamedTuple
 
 from fabric.contracts import EncoderReport, corrected
-from router.planning.views import EncoderCosts, Line, LinkClass
+from router.planning.link_classes import LinkClass
+from router.planning.views import EncoderCosts, Line
 
 
 class CostDefaults(NamedTuple):
@@ -30,7 +31,9 @@ class CostDefaults(NamedTuple):
     encode: Line = Line(base_s=2e-3, per_unit_s=2e-5)
     same_process: Line = Line(base_s=1e-4, per_unit_s=1 / 5e9)
     same_host: Line = Line(base_s=5e-4, per_unit_s=1 / 2e9)
-    network: Line = Line(base_s=1e-3, per_unit_s=1 / 1e9)
+    nvlink: Line = Line(base_s=2e-4, per_unit_s=1 / 600e9)
+    rdma: Line = Line(base_s=3e-4, per_unit_s=1 / 50e9)
+    tcp: Line = Line(base_s=1e-3, per_unit_s=1 / 12e9)
 
     @property
     def encoder(self) -> EncoderCosts:
@@ -40,7 +43,9 @@ class CostDefaults(NamedTuple):
         return {
             LinkClass.SAME_PROCESS: self.same_process,
             LinkClass.SAME_HOST: self.same_host,
-            LinkClass.NETWORK: self.network,
+            LinkClass.NVLINK: self.nvlink,
+            LinkClass.RDMA: self.rdma,
+            LinkClass.TCP: self.tcp,
         }[link]
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fabric.contracts import MediaItem, MemberId, NoCapacity, weighted_tokens
+from router.planning.link_classes import machine
 from router.planning.predictions import Landings, PlacementNeed, Waiting, idle_pace, land_items, waiting
 from router.planning.views import (
     Assignment,
@@ -39,7 +40,6 @@ from router.planning.views import (
     RouteQuery,
     WorkerView,
     link_class,
-    machine,
 )
 
 

@@ -11,8 +11,9 @@ from planning_samples import BLOCK_SIZE, encoder, image, query, snapshot, worker
 
 from fabric.contracts import MediaItem, NoCapacity, weighted_tokens
 from router.planning import RoutePlan, RouteQuery
+from router.planning.link_classes import LinkClass
 from router.planning.route_plan import Search, cut, plan_route, walk
-from router.planning.views import ClusterView, EncoderCosts, Line, LinkClass, WorkerView
+from router.planning.views import ClusterView, EncoderCosts, Line, WorkerView
 
 HOSTS = ["h-0", "h-0/p", "h-1", "h-2/p"]
 MODALITIES = ["image", "audio"]

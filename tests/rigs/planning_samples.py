@@ -24,7 +24,8 @@ from fabric.contracts import (
 )
 from modalities.family import ModelShape
 from router.planning import RouteQuery
-from router.planning.views import ClusterView, EncoderCosts, EncoderView, Line, LinkClass, WorkerView
+from router.planning.link_classes import LinkClass
+from router.planning.views import ClusterView, EncoderCosts, EncoderView, Line, WorkerView
 
 BLOCK_SIZE = 16
 SCHEME = KvScheme(WEFT_KV, BLOCK_SIZE)

@@ -42,8 +42,9 @@ from fabric.contracts import (
     split_hashes,
 )
 from router.planning import ClusterState, RoutePlan, RouteQuery
+from router.planning.link_classes import LinkClass
 from router.planning.route_plan import plan_encoding, plan_route
-from router.planning.views import Line, LinkClass
+from router.planning.views import Line
 
 
 def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
@@ -342,7 +343,7 @@ def test_transfers_teach_the_class_of_their_link() -> None:
     assert state.accuracy()["transfer"].num_observations == 40
     links = state.snapshot(request, 0.0).links
     assert links[LinkClass.SAME_HOST].at(64 * ROW_BYTES) == pytest.approx(0.25, rel=0.1)
-    assert links[LinkClass.NETWORK].at(64 * ROW_BYTES) < 0.01
+    assert links[LinkClass.TCP].at(64 * ROW_BYTES) < 0.01
 
 
 def test_predicted_and_actual_are_summed_per_stage() -> None:

@@ -40,6 +40,7 @@ from fabric.contracts import (
     StageTimes,
 )
 from router.planning import ClusterState
+from router.planning.link_classes import LinkClass
 from router.planning.member_costs import (
     CONFIRMED,
     GENERAL,
@@ -53,7 +54,7 @@ from router.planning.member_costs import (
 from router.planning.member_state import Freshness, InFlight
 from router.planning.predictions import Landings, PlacementNeed, land_items, waiting
 from router.planning.route_plan import plan_encoding, plan_route
-from router.planning.views import EncoderCosts, ItemTerms, Line, LinkClass
+from router.planning.views import EncoderCosts, ItemTerms, Line
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
 """These are the lines of the links to two encoders."""
@@ -126,7 +127,7 @@ def test_an_encoding_planned_later_counts_from_the_workers_own_host() -> None:
     """The worker is fixed by then, and the host of another worker must not decide which link the features take."""
     workers = [worker("w-far", host="h-9"), worker("w", host="h-0")]
     encoders = [encoder("e-far", host="h-9"), encoder("e", host="h-0")]
-    links = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.NETWORK: THERE}
+    links = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.TCP: THERE}
     seen = snapshot(workers, encoders)
     seen = type(seen)(seen.block_size, seen.workers, seen.encoders, links)
     request = query(image(0), 10)

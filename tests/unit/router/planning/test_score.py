@@ -10,8 +10,9 @@ from planning_samples import DECODE, ENCODE, LINK, NO_COST, PREFILL, ROW_BYTES, 
 
 from fabric.contracts import MediaItem, NoCapacity
 from router.planning import RoutePlan, RouteQuery
+from router.planning.link_classes import LinkClass
 from router.planning.route_plan import plan_encoding, plan_route
-from router.planning.views import EncoderCosts, EncoderView, Line, LinkClass, WorkerView
+from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
 
 ENCODE_S = DECODE.base_s + ENCODE.at(256)
 TRANSFER_S = LINK.at(64 * ROW_BYTES)
@@ -176,7 +177,7 @@ def test_lacking_kv_blocks_count_as_a_queue() -> None:
 
 def test_links_are_costed_by_class_and_never_filtered() -> None:
     near, far = worker("near", host="h-1/p"), worker("far", host="h-2")
-    costs = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.NETWORK: Line(0.5, 0.0)}
+    costs = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.TCP: Line(0.5, 0.0)}
     request = query(image(0), 10)
     state = replace(snapshot([far, near], [encoder("e", host="h-1/p")]), links=costs)
     assert plan_route(request, state, 0.0).worker_id == "near"
