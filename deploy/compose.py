@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from deploy.compute_dtype import with_dtype
 from deploy.config import ClusterConfig, EncoderSection
 from deploy.logs import collect_library_logs
-from deploy.process_setup import ask_for_large_pages, keep_freed_memory
+from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, SystemClock
 from fabric.transport import FeatureSink, FeatureSource, Plane
@@ -121,13 +121,14 @@ def host_name() -> str:
 
 def prepare_process(config: ClusterConfig) -> None:
     """Prepares this process for computing. Side effects: it limits the compute threads (replicas on one machine would
-    compete), turns gradients off, keeps freed memory, asks for large pages, sends the lines of libraries to our log,
-    and silences the lines that a client's file could make a library print."""
+    compete), allows it many open files, turns gradients off, keeps freed memory, asks for large pages, sends the lines
+    of libraries to our log, and silences the lines that a client's file could make a library print."""
     import torch
     from transformers.utils import logging as transformers_logging
 
     torch.set_num_threads(config.threads_per_replica)
     torch.set_grad_enabled(False)
+    allow_many_files()
     keep_freed_memory()
     ask_for_large_pages()
     transformers_logging.disable_progress_bar()

@@ -1,7 +1,8 @@
-"""Prepares a process before it serves: the switches that libraries read from the environment, and the use of memory.
+"""Prepares a process before it serves: the switches that libraries read from the environment, the limit of open files,
+and the use of memory.
 
 The first part sets the switches of Ray and other libraries. Only this module writes them; it keeps the values that the
-user has set. The second part tunes the memory of processes that compute: the process keeps what one step frees for the
+user has set. It also raises the limit of open files. The second part tunes the memory of processes that compute: the process keeps what one step frees for the
 next, large tensors lie in large pages, and the garbage collector ignores the objects that exist before the first
 request. They stand together because both act on the whole process, and most of their functions must be called before a
 library is imported or first used.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import resource
 import secrets
 from pathlib import Path
 
@@ -81,6 +83,13 @@ def use_cuda_device(index: int) -> None:
     has touched a device."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = visible.split(",")[index] if visible else str(index)
+
+
+def allow_many_files() -> None:
+    """Raises this process's limit of open files to the most that the system permits. A member has two connections to
+    each other member, and some systems permit 1,024 files unless a process asks for more."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 # ------------------------------------------------------------ memory

@@ -1,7 +1,8 @@
 """Runs the directory of members as a named Ray actor, and the heartbeat that each member sends to it.
 
-Every heartbeat carries the whole member record, so a restarted actor knows all members again after one period. The
-module knows nothing of what members do.
+Every heartbeat carries the whole member record, so a restarted actor knows all members again after one period. It also
+carries the version of the view that the member has, and the answer contains what has changed since. The module knows
+nothing of what members do.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Callable, Sequence
 import ray
 from ray.exceptions import RayError
 
-from fabric.contracts import Clock, ConfigError, Member, MemberId, SystemClock
-from fabric.transport import Directory, PlaneKeys, View
+from fabric.contracts import ConfigError, Member, MemberId, SystemClock
+from fabric.transport import Directory, Membership, PlaneKeys, ViewChange
 
 logger = logging.getLogger("weft.directory")
 
 NAMESPACE = "weft"
 """This namespace of Ray holds the named actors of every cluster."""
 LEASE_S = 5.0
-PERIOD_S = 0.5
 CLAIM_S = 5.0
+RETRY_S = 0.5
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
@@ -36,8 +37,12 @@ class DirectoryActor:
         self._directory = Directory(SystemClock(), lease_s)
         self._epoch = time.time_ns()
 
-    def heartbeat(self, member: Member) -> tuple[int, View]:
-        return self._epoch, self._directory.heartbeat(member)
+    def heartbeat(self, member: Member, known: tuple[int, int] | None) -> tuple[int, float, ViewChange]:
+        """Takes a member's record, and the epoch and version of the view that it has. Returns the actor's epoch, the
+        seconds until the member's next heartbeat, and what has changed."""
+        version = known[1] if known is not None and known[0] == self._epoch else None
+        change = self._directory.heartbeat(member, version)
+        return self._epoch, self._directory.period_s, change
 
     def plane_keys(self) -> PlaneKeys:
         """Returns the keys of the cluster's message plane. They stay the same after a restart, because Ray gives the
@@ -66,7 +71,7 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
             if time.monotonic() > deadline_s:
                 message = f"a cluster named {cluster!r} runs on this Ray already; set ray.cluster_name to another name"
                 raise ConfigError(message) from error
-        time.sleep(PERIOD_S)
+        time.sleep(RETRY_S)
 
 
 def directory_actor(cluster: str) -> ray.actor.ActorHandle:
@@ -81,34 +86,6 @@ async def plane_keys(cluster: str) -> PlaneKeys:
     return keys
 
 
-class Membership:
-    """Holds one member's view of the other members, from the directory's views. A directory that has just restarted
-    knows only the members that have sent a heartbeat since. So for one lease after a restart, members that are missing
-    from the view are kept."""
-
-    def __init__(self, clock: Clock, lease_s: float) -> None:
-        self._clock = clock
-        self._lease_s = lease_s
-        self._epoch: int | None = None
-        self._trusted_from_s = 0.0
-        self._members: tuple[Member, ...] = ()
-
-    def update(self, epoch: int, view: View) -> tuple[Member, ...] | None:
-        """Takes a view. Returns the members if they have changed, or None."""
-        now_s = self._clock.now()
-        if self._epoch is not None and epoch != self._epoch:
-            self._trusted_from_s = now_s + self._lease_s
-        self._epoch = epoch
-        members = view.members
-        if now_s < self._trusted_from_s:
-            present = {member.member_id for member in members}
-            members += tuple(member for member in self._members if member.member_id not in present)
-        if set(members) == set(self._members):
-            return None
-        self._members = members
-        return members
-
-
 class Heartbeat:
     """Keeps one member in its cluster's directory and passes every change of the members to `on_change`."""
 
@@ -117,6 +94,7 @@ class Heartbeat:
         self._member = member
         self._on_change = on_change
         self._membership = Membership(SystemClock(), LEASE_S)
+        self._period_s = RETRY_S
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -138,7 +116,7 @@ class Heartbeat:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(PERIOD_S)
+            await asyncio.sleep(self._period_s)
             try:
                 await asyncio.wait_for(self._beat(), timeout=LEASE_S)
             except (RayError, TimeoutError) as error:
@@ -148,7 +126,8 @@ class Heartbeat:
                 )
 
     async def _beat(self) -> None:
-        epoch, view = await self._actor.heartbeat.remote(self._member)
-        members = self._membership.update(epoch, view)
+        known = self._membership.known()
+        epoch, self._period_s, change = await self._actor.heartbeat.remote(self._member, known)
+        members = self._membership.update(epoch, change)
         if members is not None:
             self._on_change(members)

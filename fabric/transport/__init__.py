@@ -21,7 +21,7 @@ from fabric.transport.feature_channel import (
     SourceSlot,
 )
 from fabric.transport.local_channel import LocalChannelHub, LocalFeatureSink, LocalFeatureSource
-from fabric.transport.membership import Directory, LeaseTable, RouterTable, View
+from fabric.transport.membership import Directory, LeaseTable, Membership, RouterTable, View, ViewChange
 from fabric.transport.message_plane import Handler, LocalHub, LocalPlane, Plane
 from fabric.transport.nixl_channel import NixlFeatureSink, NixlFeatureSource, check_installed
 from fabric.transport.zmq_plane import PlaneKeys, ZmqPlane
@@ -41,6 +41,7 @@ __all__ = [
     "LocalFeatureSource",
     "LocalHub",
     "LocalPlane",
+    "Membership",
     "NixlFeatureSink",
     "NixlFeatureSource",
     "Plane",
@@ -49,6 +50,7 @@ __all__ = [
     "SourceMemory",
     "SourceSlot",
     "View",
+    "ViewChange",
     "ZmqPlane",
     "check_installed",
 ]

@@ -1,7 +1,8 @@
 """Keeps who belongs to the cluster at the moment: every membership is a lease that heartbeats renew and that ends by
 itself.
 
-A `Directory` holds all members, for the whole cluster. A `RouterTable` belongs to one encoder or worker and holds the
+A `Directory` holds all members, for the whole cluster, and answers each heartbeat with what has changed since the
+version that the caller knows; a `Membership` puts these changes together in each member. A `RouterTable` belongs to one encoder or worker and holds the
 routers to which that member listens. A `LeaseTable` keeps any keys with deadlines; the router table stands on it, and
 encoders use it for the leases under which workers read features. Because leases end by themselves, a dead peer needs no
 call that gives anything back.
@@ -14,14 +15,23 @@ mean.
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Hashable, Iterator
-from itertools import count
+from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
 from fabric.contracts import Clock, Member, MemberId, PlaneMessage, RouterHeartbeat
 from fabric.transport.message_plane import Plane
 
 # ------------------------------------------------------------ the members of the cluster
+
+MAX_HEARTBEATS_PER_S = 1000.0
+"""The directory asks members to call so rarely that all of them together make at most this many calls per second."""
+MIN_PERIOD_S = 0.5
+LEASE_PERIODS = 4
+"""A lease lasts at least this many periods, so that a lost call or two end no membership."""
+MAX_CHANGES = 4096
+"""The directory remembers this many changes. A member that has missed more of them gets the whole view."""
 
 
 class View(NamedTuple):
@@ -32,53 +42,127 @@ class View(NamedTuple):
     members: tuple[Member, ...]
 
 
+class ViewChange(NamedTuple):
+    """A `ViewChange` leads from the view of version `since` to that of `version`. If `since` is None, it is the whole
+    view: `members` are all members then."""
+
+    version: int
+    since: int | None
+    members: tuple[Member, ...] = ()
+    """Holds the records that are new or have changed."""
+    left: tuple[MemberId, ...] = ()
+
+
 class Directory:
     """Keeps the members of the cluster and their leases. It is not thread-safe. A member that stops its heartbeats
     leaves the directory when its lease ends. A member that comes back after that joins again, which readers see as a
     leave and a join."""
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
-        self._clock = clock
         self._lease_s = lease_s
         self._version = 0
         self._members: dict[MemberId, Member] = {}
-        self._deadlines_s: dict[MemberId, float] = {}
+        self._leases: LeaseTable[MemberId] = LeaseTable(clock)
+        self._changed: deque[MemberId] = deque(maxlen=MAX_CHANGES)
+        """Holds the member that each of the last versions changed, the newest at the right end."""
 
-    def heartbeat(self, member: Member) -> View:
-        """Adds a member, renews its lease, or updates its record. A heartbeat of an older epoch is ignored."""
+    @property
+    def period_s(self) -> float:
+        """Returns how long a member waits between two heartbeats. It grows with the members beyond
+        `MAX_HEARTBEATS_PER_S`."""
+        return _period_s(len(self._members))
+
+    def heartbeat(self, member: Member, known: int | None = None) -> ViewChange:
+        """Adds a member, renews its lease, or updates its record. A heartbeat of an older epoch is ignored. Returns
+        what has changed since the version `known`, or the whole view if the caller knows none or has missed more
+        changes than the directory remembers."""
         self._sweep()
-        known = self._members.get(member.member_id)
-        if known is None or known.epoch <= member.epoch:
-            self._deadlines_s[member.member_id] = self._clock.now() + self._lease_s
-            if known != member:
+        present = self._members.get(member.member_id)
+        if present is None or present.epoch <= member.epoch:
+            self._leases.renew(member.member_id, max(self._lease_s, LEASE_PERIODS * self.period_s))
+            if present != member:
                 self._members[member.member_id] = member
-                self._version += 1
-        return self.view()
+                self._note_change(member.member_id)
+        return self._change_since(known)
 
-    def leave(self, member_id: MemberId) -> View:
+    def leave(self, member_id: MemberId) -> None:
         """Removes a member at once. Unknown members are ignored."""
         self._sweep()
         if self._members.pop(member_id, None) is not None:
-            del self._deadlines_s[member_id]
-            self._version += 1
-        return self.view()
+            self._leases.drop(member_id)
+            self._note_change(member_id)
 
     def view(self) -> View:
-        """Returns the members whose lease is running. An expiry counts as one change in the version, before and after
-        it is swept."""
-        expired = self._expired()
-        alive = sorted(set(self._members) - set(expired))
-        return View(self._version + len(expired), tuple(self._members[member_id] for member_id in alive))
+        """Returns the members whose lease is running, by id."""
+        self._sweep()
+        return View(self._version, tuple(self._members[member_id] for member_id in sorted(self._members)))
 
-    def _expired(self) -> list[MemberId]:
-        now_s = self._clock.now()
-        return [member_id for member_id, deadline_s in self._deadlines_s.items() if deadline_s <= now_s]
+    def _change_since(self, known: int | None) -> ViewChange:
+        num_missed = self._version - known if known is not None else -1
+        if not 0 <= num_missed <= len(self._changed):
+            return ViewChange(self._version, None, self.view().members)
+        newest_first = islice(reversed(self._changed), num_missed)
+        changed = sorted(set(newest_first))
+        present = tuple(self._members[member_id] for member_id in changed if member_id in self._members)
+        left = tuple(member_id for member_id in changed if member_id not in self._members)
+        return ViewChange(self._version, known, present, left)
 
     def _sweep(self) -> None:
-        for member_id in self._expired():
+        for member_id in self._leases.expired():
             del self._members[member_id]
-            del self._deadlines_s[member_id]
-            self._version += 1
+            self._note_change(member_id)
+
+    def _note_change(self, member_id: MemberId) -> None:
+        self._version += 1
+        self._changed.append(member_id)
+
+
+class Membership:
+    """Holds one member's view of the other members, from the directory's changes. A directory that has just restarted
+    knows only the members that have sent a heartbeat since. So for one lease after a restart, members that the new
+    directory has not named yet are kept."""
+
+    def __init__(self, clock: Clock, lease_s: float) -> None:
+        self._clock = clock
+        self._lease_s = lease_s
+        self._epoch: int | None = None
+        self._version: int | None = None
+        self._members: dict[MemberId, Member] = {}
+        """Holds the view of the present directory."""
+        self._kept: dict[MemberId, Member] = {}
+        """Holds the members that only the previous directory has named."""
+        self._kept_until_s = 0.0
+
+    def known(self) -> tuple[int, int] | None:
+        """Returns the epoch of the directory and the version of its view that this member has, or None if it has
+        none."""
+        return None if self._epoch is None or self._version is None else (self._epoch, self._version)
+
+    def update(self, epoch: int, change: ViewChange) -> tuple[Member, ...] | None:
+        """Takes a change of the directory with that epoch. Returns the members if they have changed, or None. A change
+        that does not follow the known view (the answer to an earlier question) is ignored."""
+        before = self._kept | self._members
+        if change.since is not None and (epoch, change.since) != self.known():
+            return None
+        if self._epoch is not None and epoch != self._epoch:
+            self._kept, self._members = dict(before), {}
+            self._kept_until_s = self._clock.now() + max(self._lease_s, LEASE_PERIODS * _period_s(len(before)))
+        if change.since is None:
+            self._members.clear()
+        self._epoch, self._version = epoch, change.version
+        self._members.update({member.member_id: member for member in change.members})
+        for member_id in change.left:
+            self._members.pop(member_id, None)
+        for member_id in (*self._members, *change.left):
+            self._kept.pop(member_id, None)
+        if self._clock.now() >= self._kept_until_s:
+            self._kept.clear()
+        now = self._kept | self._members
+        return None if now == before else tuple(now.values())
+
+
+def _period_s(num_members: int) -> float:
+    return max(MIN_PERIOD_S, num_members / MAX_HEARTBEATS_PER_S)
 
 
 # ------------------------------------------------------------ the routers of one member

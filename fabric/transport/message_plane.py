@@ -15,8 +15,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fabric.contracts import PlaneMessage, decode_message, encode_message
@@ -160,6 +161,9 @@ class LocalHub:
 
 _MESSAGES_PER_TURN = 256
 """Limits the messages that one turn of the loop delivers; other callbacks run before the next turn."""
+_TURN_S = 0.005
+"""Ends a turn early once it has taken this long, because some messages (a snapshot of a cache) take a thousand times as
+long as others."""
 
 
 def _nothing() -> None:
@@ -203,9 +207,23 @@ class Mailbox:
             self._schedule()
             return True
 
-    def is_full(self) -> bool:
+    def put_all(self, messages: Sequence[PlaneMessage]) -> None:
+        """Adds messages, from any thread, and drops those that find no room; the caller asks `num_free` first. A closed
+        mailbox drops all of them."""
         with self._lock:
-            return len(self._messages) >= self._max_messages
+            if self._is_closed or not messages:
+                return
+            self._messages.extend(messages[: self._max_messages - len(self._messages)])
+            self._was_full |= len(self._messages) == self._max_messages
+            self._schedule()
+
+    def num_free(self) -> int:
+        """Returns how many messages find room now."""
+        with self._lock:
+            return self._max_messages - len(self._messages)
+
+    def is_full(self) -> bool:
+        return self.num_free() <= 0
 
     def close(self) -> None:
         """Ends delivery and drops the messages that were not delivered. It is idempotent."""
@@ -227,6 +245,7 @@ class Mailbox:
     def _deliver(self) -> None:
         """Delivers the messages of one turn, in the loop."""
         assert self._handler is not None
+        end_s = time.perf_counter() + _TURN_S
         for _ in range(_MESSAGES_PER_TURN):
             with self._lock:
                 if not self._messages:
@@ -238,6 +257,8 @@ class Mailbox:
                 # This loop runs as long as the process, so one bad message must not end it.
                 concerned = {"request_id": getattr(message, "request_id", None)}
                 _LOG.exception("the handler failed on a message of type %s", type(message).__name__, extra=concerned)
+            if time.perf_counter() >= end_s:
+                break
         with self._lock:
             self._is_scheduled = False
             self._schedule()

@@ -1,8 +1,8 @@
 """Implements the message plane between processes, over ZeroMQ, and the keys that protect it.
 
-A `ZmqPlane` binds one PULL socket and has one PUSH socket for each peer. All sockets belong to one I/O thread. `send`
-puts bytes into a queue and wakes the thread at most once per round, so a burst costs one system call. The endpoint
-binds to the loopback unless another host is given.
+A `ZmqPlane` binds one PULL socket and has one PUSH socket for each peer (docs/adr/0056-plane-at-scale.md says why there
+is no broker). All sockets belong to one I/O thread. `send` puts bytes into a queue and wakes the thread at most once
+per round, so a burst costs one system call. The endpoint binds to the loopback unless another host is given.
 
 The cluster's `PlaneKeys` authenticate and encrypt every connection by ZeroMQ's CURVE: a peer without them can neither
 send nor receive anything.
@@ -51,6 +51,9 @@ class ZmqPlane:
         self._max_queued_messages = max_queued_messages
         self._keys = keys
         self._context = zmq.Context()
+        # ZeroMQ's default of 1,023 sockets would end the plane of a larger cluster. The context keeps four bytes and a
+        # pointer for each socket that it may have.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._zap = self._context.socket(zmq.REP)
         self._zap.bind(ZAP_ENDPOINT)
         self._pull = self._context.socket(zmq.PULL)
@@ -66,6 +69,11 @@ class ZmqPlane:
         self._mailbox = Mailbox(max_queued_messages, on_room=self._wake)
         self._lock = threading.Lock()
         self._outgoing: dict[str, deque[bytes]] = {}
+        self._to_flush: set[str] = set()
+        """Holds the addresses for which messages were queued since the last round; a round must not look at all
+        peers."""
+        self._unconnected: set[str] = set()
+        """Holds the addresses to which no connection could be opened; each is logged once."""
         self._forgotten: list[str] = []
         self._is_awake = False
         self._is_started = False
@@ -75,6 +83,9 @@ class ZmqPlane:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._pushes: dict[str, zmq.Socket[bytes]] = {}
+        self._blocked: dict[zmq.Socket[bytes], str] = {}
+        """Holds the sockets that accept no more messages at the moment, with their addresses; the poller watches
+        them."""
         self._thread = threading.Thread(target=self._run, name=f"plane-{port}", daemon=True)
         self._thread.start()
 
@@ -110,6 +121,7 @@ class ZmqPlane:
                 self._num_dropped += 1
                 return False
             queue.append(data)
+            self._to_flush.add(address)
             self._wake_locked()
         return True
 
@@ -143,14 +155,15 @@ class ZmqPlane:
         try:
             while not self._is_closed:
                 self._watch_arrivals()
-                for socket, _ in self._poller.poll():
-                    if socket == self._wake_fd:
-                        self._sleep_again()
+                ready = {socket for socket, _ in self._poller.poll()}
+                if self._wake_fd in ready:
+                    self._sleep_again()
                 self._authenticate()
                 self._close_forgotten()
                 self._receive()
                 with self._lock:
-                    addresses = [address for address, queue in self._outgoing.items() if queue]
+                    addresses, self._to_flush = self._to_flush, set()
+                addresses |= {address for push, address in self._blocked.items() if push in ready}
                 for address in addresses:
                     self._flush(address)
         except Exception:  # This is the loop of the I/O thread; the code below closes the endpoint.
@@ -182,18 +195,20 @@ class ZmqPlane:
             self._zap.send_multipart(self._keys.zap_reply(question))
 
     def _receive(self) -> None:
-        for _ in range(_RECEIVED_PER_ROUND):
-            if not self._is_started or self._mailbox.is_full():
-                return
+        if not self._is_started:
+            return
+        arrived: list[PlaneMessage] = []
+        for _ in range(min(_RECEIVED_PER_ROUND, self._mailbox.num_free())):
             try:
                 data = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             try:
-                self._mailbox.put(decode_message(data))
+                arrived.append(decode_message(data))
             except ProtocolError as error:
                 self._num_malformed += 1
                 _LOG.warning("the endpoint %s dropped an arrival of %d bytes: %s", self._address, len(data), error)
+        self._mailbox.put_all(arrived)
 
     def _flush(self, address: str) -> None:
         """Sends what the peer's socket accepts. While messages are left, the poller watches the socket's readiness."""
@@ -207,28 +222,37 @@ class ZmqPlane:
             try:
                 push.send(queue[0], zmq.NOBLOCK)
             except zmq.Again:
-                if push not in self._poller:
+                if push not in self._blocked:
+                    self._blocked[push] = address
                     self._poller.register(push, zmq.POLLOUT)
                 return
             queue.popleft()
-        if push in self._poller:
+        self._unblock(push)
+
+    def _unblock(self, push: zmq.Socket[bytes]) -> None:
+        if self._blocked.pop(push, None) is not None:
             self._poller.unregister(push)
 
     def _connect(self, address: str) -> zmq.Socket[bytes] | None:
-        """Returns a socket that is connected to the peer. Returns None for an invalid address: peers name their own
-        addresses, and a bad one must not end this thread."""
-        push = self._context.socket(zmq.PUSH)
-        self._keys.secure_sender(push)
-        push.setsockopt(zmq.LINGER, 0)
-        push.setsockopt(zmq.IMMEDIATE, 1)  # Messages to an absent peer fill our own queue, which is counted.
+        """Returns a socket that is connected to the peer. Returns None for an invalid address, and if the process may
+        open no more files: peers name their own addresses, and one peer too many must not end this thread."""
+        push: zmq.Socket[bytes] | None = None
         try:
+            push = self._context.socket(zmq.PUSH)
+            self._keys.secure_sender(push)
+            push.setsockopt(zmq.LINGER, 0)
+            push.setsockopt(zmq.IMMEDIATE, 1)  # Messages to an absent peer fill our own queue, which is counted.
             push.connect(address)
         except zmq.ZMQError as error:
-            push.close()
+            if push is not None:
+                push.close()
             with self._lock:
                 self._num_dropped += len(self._outgoing.pop(address, ()))
-            _LOG.warning("the endpoint %s can't connect to %r: %s", self._address, address, error)
+            if address not in self._unconnected:
+                self._unconnected.add(address)
+                _LOG.warning("the endpoint %s can't connect to %r: %s", self._address, address, error)
             return None
+        self._unconnected.discard(address)
         self._pushes[address] = push
         return push
 
@@ -236,11 +260,11 @@ class ZmqPlane:
         with self._lock:
             forgotten, self._forgotten = self._forgotten, []
         for address in forgotten:
+            self._unconnected.discard(address)
             push = self._pushes.pop(address, None)
             if push is None:
                 continue
-            if push in self._poller:
-                self._poller.unregister(push)
+            self._unblock(push)
             push.close()
 
     def _shut_down(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -278,6 +280,63 @@ async def test_zmq_survives_an_address_that_is_none(zmq_planes: Callable[..., Zm
     sender.send(receiver.address, message(2))
     assert await inbox.wait_for(1) == [message(2)]
     assert sender.num_dropped == 1
+
+
+async def test_zmq_serves_more_peers_than_zeromq_has_sockets_by_default(
+    zmq_planes: Callable[..., ZmqPlane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sender, receiver, inbox = zmq_planes(), zmq_planes(), Inbox()
+    receiver.start(inbox)
+    for number in range(1100):
+        assert sender.send(f"ipc:///nowhere/{number}", message(number)), "each absent peer has a socket of its own"
+    sender.send(receiver.address, message(1))
+    assert await inbox.wait_for(1) == [message(1)]
+    assert len(sender._pushes) == 1101
+
+
+async def test_zmq_goes_on_when_no_further_socket_can_be_opened(
+    zmq_planes: Callable[..., ZmqPlane], caplog: pytest.LogCaptureFixture
+) -> None:
+    sender, receiver, inbox = zmq_planes(), zmq_planes(), Inbox()
+    receiver.start(inbox)
+    sender.send(receiver.address, message(1))
+    await inbox.wait_for(1)
+    open_socket = sender._context.socket
+
+    def refuse(_: int) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    sender._context.socket = refuse
+    for number in range(3):
+        sender.send("tcp://127.0.0.1:9", message(number))
+        sender.send(receiver.address, message(2 + number))
+    assert await inbox.wait_for(4) == [message(number) for number in range(1, 5)]
+    assert sender.num_dropped == 3
+    assert caplog.text.count("can't connect to 'tcp://127.0.0.1:9'") == 1, "one line for each peer"
+    sender._context.socket = open_socket
+
+
+async def test_a_slow_message_lets_other_callbacks_run_before_the_next(make_plane: Callable[..., Plane]) -> None:
+    """This holds for the messages of one turn of the loop, which are delivered together when they are quick."""
+    sender, receiver, turns = make_plane(), make_plane(), []
+    done = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def handle(arrived: PlaneMessage) -> None:
+        turns.append(arrived)
+        loop.call_soon(turns.append, None)
+        end_s = time.perf_counter() + 0.006
+        while time.perf_counter() < end_s:
+            pass
+        if len(turns) >= 9:
+            done.set()
+
+    for number in range(5):
+        sender.send(receiver.address, message(number))
+    receiver.start(handle)
+    async with asyncio.timeout(PATIENCE_S):
+        await done.wait()
+    assert turns == [message(0), None, message(1), None, message(2), None, message(3), None, message(4)]
 
 
 async def test_zmq_shows_that_its_thread_has_died(
