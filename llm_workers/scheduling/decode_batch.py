@@ -146,14 +146,39 @@ class DecodeBatch:
         is_last: npt.NDArray[np.bool_] = self._columns[4, : len(self)] >= self._columns[5, : len(self)]
         return is_last
 
-    def advance(self, token_ids: Ints) -> list[Sequence]:
-        """Advances each row by its drawn token in `token_ids` `(n,)`, after the same was done with its sequence.
-        Returns the sequences whose last block is full now."""
+    def advance(self, token_ids: Ints, num_steps: int = 1) -> list[Sequence]:
+        """Advances each row by `num_steps` drawn tokens, the last of which is in `token_ids` `(n,)`, after the same was
+        done with its sequence. Returns the sequences whose last block is full now."""
         rows = self._columns[:, : len(self)]
         rows[0] = token_ids
-        rows[1] += 1
-        rows[4] += 1
+        rows[1] += num_steps
+        rows[4] += num_steps
         return [self.sequences[row] for row in np.flatnonzero(rows[1] % self._block_size == 0)]
+
+    # ------------------------------------------------------------ many equal steps
+
+    def num_draws_before_last(self) -> int:
+        """Returns how many tokens each row may draw before the first row draws its last one by count."""
+        columns = self._columns[:, : len(self)]
+        return max(0, int((columns[5] - columns[4]).min()))
+
+    def num_growing(self, num_steps: int) -> int:
+        """Returns how many blocks the rows lack for this many steps."""
+        places, blocks = self._columns[1, : len(self)], self._columns[3, : len(self)]
+        return int(np.maximum(-(-(places + num_steps) // self._block_size) - blocks, 0).sum())
+
+    def block_changes(self, num_steps: int) -> list[tuple[Sequence, int, bool]]:
+        """Returns what happens to blocks in this many steps, in order, as (sequence, its computed tokens after that
+        step, is_filled): in each step the rows that need a block take it, and then those whose block is full publish
+        it."""
+        changes: list[tuple[int, bool, int]] = []
+        size = self._block_size
+        for row, (place, blocks) in enumerate(zip(*self._columns[[1, 3], : len(self)].tolist(), strict=True)):
+            changes += [(step, False, row) for step in range(blocks * size - place, num_steps, size)]
+            changes += [(step, True, row) for step in range(-(place + 1) % size, num_steps, size)]
+        changes.sort()
+        places = self._columns[1].tolist()
+        return [(self.sequences[row], places[row] + step + 1, is_filled) for step, is_filled, row in changes]
 
     def _write_table(self, row: int) -> None:
         table = self.sequences[row].table.view()

@@ -15,7 +15,7 @@ sockets, of how `StepPlanner` chooses a step, and no time but the clock that it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from itertools import repeat
@@ -57,6 +57,8 @@ from llm_workers.scheduling.step_planner import NOTHING, StepDraft, StepPlanner
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Positions
 
+DrawTokens = Callable[[SequenceId, int, int], SequenceOf[int]]
+"""Returns, for a sequence, the tokens that are drawn at the indexes `[first, first + count)`; none of them ends it."""
 BLOCKS_CHECKED_AT_REST = 256
 """Limits the blocks of the pool that are checked each time the worker comes to rest: this many take about a tenth of a
 millisecond."""
@@ -177,6 +179,18 @@ class Scheduler:
     def rollback(self, plan: StepPlan) -> None:
         """Undoes a step that failed: sequences have the state that they had before it, without its blocks."""
         self._steps.rollback(plan)
+
+    def num_steady_steps(self) -> int:
+        """Returns how many of the next steps only compute one plain token of each of the same sequences, as long as
+        nothing else is called and no drawn id ends a sequence. The step in which a sequence reaches its last token by
+        count is not one of them. No step may be in flight."""
+        return 0 if self._roster.has_released else self._steps.num_steady()
+
+    def run_steady_steps(self, num_steps: int, draw: DrawTokens) -> list[SequenceTokens]:
+        """Advances by `num_steps` steps in one call, at most `num_steady_steps`. Everything but the clock is
+        afterwards as if each step had been planned and committed with these draws, block events in their order
+        included. The simulator of `loadtest` needs it; an engine, which learns the tokens step by step, does not."""
+        return self._steps.run_steady(num_steps, draw)
 
     # ------------------------------------------------------------ queries and drains
 
@@ -428,6 +442,47 @@ class Steps:
         for sequence in (*decoding, *(sequence for _, sequence in chunks)):
             self._resources.trim(sequence)
             self._standings.refresh(sequence)
+
+    # ------------------------------------------------------------ many equal steps
+
+    def num_steady(self) -> int:
+        standings, batch = self._standings, self._standings.batch
+        if not len(batch) or len(batch) != len(standings.decodes) or standings.is_stirred or len(standings.prefills):
+            return 0
+        num_steps = batch.num_draws_before_last() if self._planner.has_room_for(len(batch)) else 0
+        while num_steps and batch.num_growing(num_steps) > self._resources.pool.num_free:
+            num_steps //= 2
+        return num_steps
+
+    def run_steady(self, num_steps: int, draw: DrawTokens) -> list[SequenceTokens]:
+        assert 0 < num_steps <= self.num_steady(), "the steps are not steady"
+        assert not self._in_flight, "the last step was neither committed nor rolled back"
+        assert not self._decoding, "the last step was neither committed nor rolled back"
+        standings, batch = self._standings, self._standings.batch
+        standings.prefills.begin_step()
+        standings.prefills.end_step((), {name: num * num_steps for name, num in batch.tenant_to_num.items()})
+        drawn: list[SequenceTokens] = []
+        for sequence in batch.sequences:
+            token_ids = tuple(draw(sequence.sequence_id, sequence.num_generated, num_steps))
+            drawn.append(SequenceTokens(sequence.sequence_id, sequence.num_generated, token_ids, None))
+            sequence.tokens.extend(token_ids)
+        changed: dict[Sequence, None] = {}
+        # Blocks are taken and published in the order of the steps, so that the same ones are evicted.
+        for sequence, num_computed, is_filled in batch.block_changes(num_steps):
+            changed[sequence] = None
+            if is_filled:
+                sequence.num_computed = num_computed
+                self._resources.publish(sequence)
+            else:
+                self._resources.grow(sequence, num_computed)
+        for sequence in batch.sequences:
+            sequence.num_computed = sequence.num_tokens - 1
+        batch.advance(np.array([each.token_ids[-1] for each in drawn], dtype=np.int64), num_steps)
+        batch.take_blocks(changed)
+        self._step += num_steps
+        self._stats.steps += num_steps
+        self._stats.tokens_generated += num_steps * len(batch)
+        return drawn
 
     def drain_needed(self) -> list[NeededUnit]:
         """Returns the units that live sequences need again."""

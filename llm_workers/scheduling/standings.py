@@ -62,6 +62,11 @@ class Standings:
         weighed = self._num_tokens + self._num_token_contexts / (2.0 * self._context_scale_tokens)
         return Backlog(self._num_tokens, weighed)
 
+    @property
+    def is_stirred(self) -> bool:
+        """Returns whether a sequence was refreshed since doorsteps were last noted."""
+        return bool(self._stirred)
+
     def refresh(self, sequence: Sequence) -> None:
         """Updates the state of a live sequence after a change of its tokens, its blocks or its units, or of whether it
         is held."""
@@ -191,6 +196,11 @@ class Roster:
 
     def __contains__(self, attempt_id: AttemptId) -> bool:
         return attempt_id in self._attempts
+
+    @property
+    def has_released(self) -> bool:
+        """Returns whether `take_released` has something to return."""
+        return bool(self._released)
 
     @property
     def sequences(self) -> Collection[Sequence]:

@@ -55,6 +55,10 @@ class StepPlanner:
         self._plan_drafts(draft)
         return draft
 
+    def has_room_for(self, num_decodes: int) -> bool:
+        """Returns whether a step has room for this many sequences that decode and nothing else."""
+        return num_decodes <= min(self._config.max_step_tokens, self._config.max_sequences)
+
     # ------------------------------------------------------------ phases
 
     def _plan_decodes(self, draft: StepDraft) -> None:
