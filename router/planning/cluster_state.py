@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from fabric.contracts import (
     AttemptId,
     EncodeResult,
@@ -33,6 +35,7 @@ from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
 from router.planning.cost_learning import Learning, StageError
 from router.planning.link_classes import LinkOverride
+from router.planning.kv_room import KvRoom, RoomNeed, WorkerStocks, kv_room
 from router.planning.member_costs import CommonCosts, CostDefaults, common_costs, common_line
 from router.planning.member_state import EncoderState, InFlight, WorkerState
 from router.planning.route_plan import plan_encoding, plan_route
@@ -189,6 +192,29 @@ class ClusterState:
         served = {m for each in self._encoders.values() if each.member.member_id not in barred for m in each.modalities}
         return modalities <= served and any(worker_id not in barred for worker_id in self._workers)
 
+    def room(self, need: RoomNeed, excluded: frozenset[MemberId], now: float) -> KvRoom:
+        """Returns whether a worker has room for a request now, later or never (`kv_room`). A worker without a report,
+        or whose reports stopped, is taken to have room, because the router degrades and never blocks."""
+        states, barred = tuple(self._workers.values()), self._barred(excluded, now)
+        worker_to_blocks = self._prefixes.lookup(need.block_hashes) if need.block_hashes else {}
+        stocks = [self._stock(state, now) for state in states]
+        numbers = np.array(stocks, dtype=np.float64).reshape(len(stocks), 4)
+        total_blocks, free_blocks, inbox_bytes = numbers[:, :3].astype(np.int64).T
+        ids = [state.member.member_id for state in states]
+        return kv_room(
+            need,
+            WorkerStocks(
+                worker_ids=ids,
+                block_sizes=np.full(len(ids), self._block_size, dtype=np.int64),
+                total_blocks=total_blocks,
+                free_blocks=free_blocks,
+                covered_blocks=np.array([worker_to_blocks.get(each, 0) for each in ids], dtype=np.int64),
+                blocks_per_s=numbers[:, 3],
+                inbox_bytes=inbox_bytes,
+                is_usable=np.array([each not in barred for each in ids], dtype=np.bool_),
+            ),
+        )
+
     def next_return_s(self, now: float) -> float | None:
         """Returns when the next exclusion ends, or None if no member is excluded."""
         return min((until for until in self._member_to_exclusion_end_s.values() if until > now), default=None)
@@ -285,6 +311,22 @@ class ClusterState:
     ) -> EncoderView:
         is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
         return state.view(cached, self._in_flight.load(state.member.member_id), is_stale, common, now)
+
+    def _stock(self, state: WorkerState, now: float) -> tuple[float, float, float, float]:
+        """Returns a worker's blocks in all, those that a new request could take, the bytes of its inbox, and the blocks
+        that it returns per second. The blocks that queued tokens will take count as taken, and so does one block for
+        each sequence that decodes or was just dispatched."""
+        report = state.report
+        if report is None:
+            return 0, 0, 0, 0.0
+        engine, inbox_bytes = report.engine, report.features.inbox_bytes_total
+        if state.freshness.is_stale(now, self._settings.stale_after_s):
+            return engine.kv_blocks_total, engine.kv_blocks_total, inbox_bytes, 0.0
+        load = self._in_flight.load(state.member.member_id)
+        promised = load.pending_blocks + load.num_pending + -(-engine.queued_tokens // self._block_size)
+        promised += engine.num_decoding
+        rate = engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0
+        return engine.kv_blocks_total, engine.kv_blocks_total - engine.kv_blocks_used - promised, inbox_bytes, rate
 
     def _barred(self, excluded: frozenset[MemberId], now: float) -> frozenset[MemberId]:
         return excluded | {member_id for member_id, until in self._member_to_exclusion_end_s.items() if until > now}
