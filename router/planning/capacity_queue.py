@@ -1,31 +1,54 @@
-"""Keeps the queue of requests that no member can serve now. It records which request waits for which kinds of members,
-and it decides which one goes next when a member comes.
+"""Keeps the queue of requests that can't be dispatched now. It records what each request waits for, members or room in
+their KV pools, and it decides which request goes next when members come or blocks become free.
 
-A request joins when a plan found no worker, or no encoder for a modality that the request needs. It leaves when the
-members that it needs are there, when its deadline has passed, or when its client has disconnected. A request that was
-released and has no token yet is "on the way". The queue is pure: it knows nothing of futures or members, and the time
-is an argument. `router/run/context.py` puts it into the event loop.
+A request joins when a plan found no worker, or no encoder for a modality that the request needs, or when no worker has
+room for its KV blocks. It leaves when what it needs is there, when its deadline has passed, or when its client has
+disconnected. A request that waited for members, was released and has no token yet is "on the way".
+
+Requests that could be served now go in this order: interactive requests before those of the class `batch` that have not
+aged, then the tenant that was served least (`TenantShares`), then priority, then age. A request without media does not
+wait for one that has media. Small requests pass a large one that has no room yet; after a while the large one reserves
+a worker, so that they do not keep it out for ever.
+
+The queue is pure: it knows nothing of futures or members, and the time is an argument. `router/run/context.py` puts it
+into the event loop.
 """
 
 from __future__ import annotations
 
+from bisect import insort
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 from fabric.contracts import MemberId
+from router.planning.kv_room import ROOM_NOW, KvRoom, RoomNeed
 
 FIRST_ON_THE_WAY = 16
 """Limits how many released requests may be without their first token when requests begin to leave the queue, so that a
 member that has just started does not receive all of them at once. Each request that reaches its first token makes room
-for one more than itself, so the queue moves as fast as the cluster turns out to be."""
+for one more than itself, so the queue moves as fast as the cluster turns out to be. Requests with media and those
+without have a limit each."""
 MIN_DROPPED = 16
 """A line drops the waiters that have left when they outnumber the present ones by this many."""
+MAX_PASSED_OVER = 8
+"""The queue looks at no more than this many requests of a line that have no room, before it stops searching for a
+smaller one."""
+RESERVE_AFTER_S = 1.0
+"""A request that has waited this long for room, and is the oldest of those that did, reserves a worker: no other
+request goes there."""
+RESERVE_FOR_S = 5.0
+"""After this time a reservation is made again, because the worker may have left, or another one may be nearer."""
+
+
+# ------------------------------------------------------------ what waits
 
 
 class CapacityNeed(NamedTuple):
     """A `CapacityNeed` says what must be available before planning a request is worthwhile: a worker, and an encoder
-    for each modality. Requests with equal needs stand in one line."""
+    for each modality."""
 
     modalities: frozenset[str] = frozenset()
     exclusions: frozenset[tuple[MemberId, float]] = frozenset()
@@ -35,11 +58,30 @@ class CapacityNeed(NamedTuple):
         return frozenset(member_id for member_id, until in self.exclusions if until > now)
 
 
+class Standing(NamedTuple):
+    """A `Standing` is what a request's place in the queue depends on, besides its age and its need."""
+
+    tenant: str = ""
+    priority: int = 0
+    """The lowest number goes first among the requests of a tenant."""
+    is_batch: bool = False
+    ages_at_s: float = 0.0
+    """From this time on, a request of the class `batch` counts as interactive."""
+
+    def is_spare(self, now: float) -> bool:
+        """Returns whether the request may use spare capacity only."""
+        return self.is_batch and now < self.ages_at_s
+
+
 class Supply(Protocol):
     """A `Supply` is the queue's view of the members."""
 
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
         """Returns whether a plan would find a worker and an encoder for each modality."""
+        ...
+
+    def room(self, need: RoomNeed, excluded: frozenset[MemberId], now: float) -> KvRoom:
+        """Returns whether a worker that is not excluded has room for the request."""
         ...
 
     def next_return_s(self, now: float) -> float | None:
@@ -50,15 +92,30 @@ class Supply(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Waiter:
-    """A `Waiter` is the place of one request in the queue. Waiters are ordered by age, so a request that waits a second
-    time keeps its place."""
+    """A `Waiter` is the place of one request in the queue. Waiters of one line are ordered by priority and age, so a
+    request that waits a second time keeps its place."""
 
     age: tuple[float, str]
     need: CapacityNeed
     deadline_s: float
+    standing: Standing = Standing()  # noqa: RUF009 (a NamedTuple is immutable)
+    room: RoomNeed | None = None
+    """Is None for a request that needs no room."""
+    since_s: float = 0.0
+    """This is the time at which the request joined."""
+    lacks_members: bool = True
+    """Tells whether the request waits because members were missing, and not for room or for its turn."""
 
     def __lt__(self, other: Waiter) -> bool:
         return self.age < other.age
+
+    @property
+    def has_media(self) -> bool:
+        return bool(self.need.modalities)
+
+    @property
+    def line(self) -> tuple[CapacityNeed, str, bool]:
+        return self.need, self.standing.tenant, self.standing.is_batch
 
 
 class WaitOutcome(NamedTuple):
@@ -79,30 +136,83 @@ class _Line:
     def add(self, key: tuple[object, ...], waiter: Waiter) -> None:
         if len(self._entries) > 2 * len(self._present) + MIN_DROPPED:
             self._entries = [entry for entry in self._entries if entry[1] in self._present]
-            heapify(self._entries)
-        heappush(self._entries, (key, waiter))
+        insort(self._entries, (key, waiter))
 
     @property
     def first(self) -> Waiter | None:
-        while self._entries and self._entries[0][1] not in self._present:
-            heappop(self._entries)
-        return self._entries[0][1] if self._entries else None
+        return next(iter(self.first_of(1)), None)
+
+    def first_of(self, count: int) -> list[Waiter]:
+        """Returns the first `count` waiters that are present, in order."""
+        num_gone = next((at for at, (_, one) in enumerate(self._entries) if one in self._present), len(self._entries))
+        del self._entries[:num_gone]
+        return list(islice((one for _, one in self._entries if one in self._present), count))
+
+
+# ------------------------------------------------------------ fairness between tenants
+
+
+class TenantShares:
+    """Keeps how much each tenant was served, as its virtual time: what its requests cost, divided by its weight. The
+    tenant with the least virtual time goes first (start-time fair queueing; Goyal, Vin and Cheng, 1996).
+
+    A tenant that begins to wait has at least the virtual time of the last request that was served, so the time in which
+    it asked for nothing gives it no credit. Costs are predicted when a request is dispatched and corrected when it
+    ends. Each service costs something, so every tenant that waits becomes the first one after a limited amount of
+    service to others."""
+
+    def __init__(self, tenant_to_weight: Mapping[str, float] | None = None) -> None:
+        """Starts with all tenants equal. A tenant without a weight has the weight 1."""
+        self._tenant_to_weight = dict(tenant_to_weight or {})
+        self._tenant_to_time: dict[str, float] = {}
+        self._num_waiting: Counter[str] = Counter()
+        self._served_time = 0.0
+
+    def time_of(self, tenant: str) -> float:
+        """Returns the virtual time at which the tenant's next request begins."""
+        own = self._tenant_to_time.get(tenant, 0.0)
+        return own if self._num_waiting[tenant] else max(own, self._served_time)
+
+    def begin_waiting(self, tenant: str) -> None:
+        self._tenant_to_time[tenant] = self.time_of(tenant)
+        self._num_waiting[tenant] += 1
+
+    def end_waiting(self, tenant: str) -> None:
+        self._num_waiting[tenant] -= 1
+
+    def charge(self, tenant: str, cost: float) -> None:
+        """Charges a request that is dispatched now with its predicted cost, which is positive."""
+        begins = self.time_of(tenant)
+        self._served_time = max(self._served_time, begins)
+        self._tenant_to_time[tenant] = begins + cost / self._weight(tenant)
+
+    def correct(self, tenant: str, difference: float) -> None:
+        """Adds the actual cost of a request less the predicted one."""
+        self._tenant_to_time[tenant] = self._tenant_to_time.get(tenant, 0.0) + difference / self._weight(tenant)
+
+    def _weight(self, tenant: str) -> float:
+        return self._tenant_to_weight.get(tenant, 1.0)
+
+
+# ------------------------------------------------------------ the queue
 
 
 class CapacityQueue:
-    """Keeps the waiters in order of age, with one line for each need, and the released requests that have not reached
-    their first token yet. The cost of every call grows with the number of different needs, not with the number of
+    """Keeps the waiters in lines of requests that are equal for the queue, and the released requests that have not
+    reached their first token yet. The cost of every call grows with the number of lines, not with the number of
     waiters."""
 
-    def __init__(self, supply: Supply, first_on_the_way: int = FIRST_ON_THE_WAY) -> None:
+    def __init__(
+        self, supply: Supply, first_on_the_way: int = FIRST_ON_THE_WAY, shares: TenantShares | None = None
+    ) -> None:
+        self.shares = TenantShares() if shares is None else shares
         self._supply = supply
         self._first_on_the_way = first_on_the_way
-        self._max_on_the_way = first_on_the_way
-        """Limits `_on_the_way`. It grows with each first token, and is reset when a request joins an empty queue."""
         self._waiting: set[Waiter] = set()
-        self._on_the_way: set[Waiter] = set()
-        self._need_to_line: dict[CapacityNeed, _Line] = {}
+        self._groups = {has_media: _Group(first_on_the_way) for has_media in (False, True)}
+        self._lines: dict[tuple[CapacityNeed, str, bool], _Line] = {}
         self._by_deadline = _Line(self._waiting)
+        self._reservation: _Reservation | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -110,76 +220,181 @@ class CapacityQueue:
 
     @property
     def num_on_the_way(self) -> int:
-        return len(self._on_the_way)
+        return sum(len(group.on_the_way) for group in self._groups.values())
 
     def join(self, waiter: Waiter) -> None:
-        if not self._waiting:
-            self._max_on_the_way = self._first_on_the_way
+        group = self._groups[waiter.has_media]
+        # A request behind others that wait for members is released at their pace.
+        waiter.lacks_members = waiter.lacks_members or group.num_lacking > 0
+        if waiter.lacks_members and not group.num_lacking:
+            group.max_on_the_way = self._first_on_the_way
+        group.num_lacking += waiter.lacks_members
         self._waiting.add(waiter)
-        if waiter.need not in self._need_to_line:
-            self._need_to_line[waiter.need] = _Line(self._waiting)
-        self._need_to_line[waiter.need].add(waiter.age, waiter)
+        if waiter.line not in self._lines:
+            self._lines[waiter.line] = _Line(self._waiting)
+        self._lines[waiter.line].add((waiter.standing.priority, *waiter.age), waiter)
         self._by_deadline.add((waiter.deadline_s, *waiter.age), waiter)
+        self.shares.begin_waiting(waiter.standing.tenant)
 
     def leave(self, waiter: Waiter, has_arrived: bool = False) -> None:
         """Frees the place of a waiter, whether it still waits or is on the way. `has_arrived` says that it has its
         first token. A waiter that is neither waiting nor on the way is ignored."""
-        self._waiting.discard(waiter)
-        if waiter in self._on_the_way:
-            self._on_the_way.remove(waiter)
-            self._max_on_the_way += has_arrived
+        if waiter in self._waiting:
+            self._drop(waiter)
+        group = self._groups[waiter.has_media]
+        if waiter in group.on_the_way:
+            group.on_the_way.remove(waiter)
+            group.max_on_the_way += has_arrived
 
-    def must_wait(self, age: tuple[float, str], now: float) -> bool:
-        """Returns whether a request of this age would overtake a waiting request that could be served now."""
-        first = self._first_served(now)
-        return first is not None and first.age < age
+    def must_wait(self, newcomer: Waiter, now: float) -> bool:
+        """Returns whether a request that has not joined must do so: because a request that could be served now is ahead
+        of it, because it would pass over too many requests of its line, or because there is no room for it."""
+        survey = self._survey(now)
+        rivals = [one for one in survey.ready if newcomer.has_media or not one.has_media]
+        if any(self._key(one, now) < self._key(newcomer, now) for one in rivals):
+            return True
+        if sum(one.line == newcomer.line for one in survey.roomless) >= MAX_PASSED_OVER:
+            return True
+        if newcomer.standing.is_spare(now) and self._has_urgent(survey.roomless, now):
+            return True
+        return self._room_of(newcomer, now).verdict == "later"
+
+    def reserved_from(self, waiter: Waiter | None) -> frozenset[MemberId]:
+        """Returns the workers that other requests than `waiter` have reserved."""
+        held = self._reservation
+        return frozenset() if held is None or held.waiter is waiter else frozenset({held.worker_id})
 
     def take(self, now: float) -> WaitOutcome | None:
-        """Ends one wait and returns its `WaitOutcome`: that of the oldest request that can be served, or of one whose
-        deadline has passed. Returns None if all requests must go on waiting. A request that members could serve, and
-        that only the limit on released requests holds back, is released at its deadline instead of being given up."""
-        served = self._first_served(now)
-        if served is not None and len(self._on_the_way) < self._max_on_the_way:
-            return self._end(served, is_served=True)
+        """Ends one wait and returns its `WaitOutcome`: that of the first request that can be served, or of one whose
+        deadline has passed. Returns None if all requests must go on waiting. A request that could be served, and that
+        only the limit on released requests holds back, is released at its deadline instead of being given up."""
+        survey = self._survey(now)
+        released = [one for one in survey.ready if not (one.lacks_members and self._groups[one.has_media].is_full)]
+        if released:
+            return self._end(min(released, key=lambda one: self._key(one, now)), is_served=True)
         overdue = self._by_deadline.first
         if overdue is None or overdue.deadline_s > now:
             return None
-        return self._end(overdue, self._supply.can_serve(overdue.need.modalities, overdue.need.excluded(now), now))
+        is_served = self._supply.can_serve(overdue.need.modalities, overdue.need.excluded(now), now)
+        return self._end(overdue, is_served and self._room_of(overdue, now).verdict != "later")
 
     def next_at_s(self, now: float) -> float | None:
-        """Returns when `take` may find a request even if no member comes: at a deadline, or at the end of an exclusion.
-        Returns None if no request waits."""
+        """Returns when `take` may find a request even if no member comes and no block becomes free: at a deadline, at
+        the end of an exclusion, or when a request of the class `batch` has aged. Returns None if no request waits."""
         soonest = self._by_deadline.first
         if soonest is None:
             return None
-        moments = [until for need in self._needs() for _, until in need.exclusions if until > now]
+        heads = [one for line in self._present_lines() if (one := line.first) is not None]
+        moments = [until for one in heads for _, until in one.need.exclusions if until > now]
+        moments += [one.standing.ages_at_s for one in heads if one.standing.is_spare(now)]
         returns_s = self._supply.next_return_s(now)
         if returns_s is not None:
             moments.append(returns_s)
         return min([soonest.deadline_s, *moments])
 
+    # ------------------------------------------------------------ inside
+
     def _end(self, waiter: Waiter, is_served: bool) -> WaitOutcome:
-        self._waiting.remove(waiter)
-        if is_served:
-            self._on_the_way.add(waiter)
+        self._drop(waiter)
+        if is_served and waiter.lacks_members:
+            self._groups[waiter.has_media].on_the_way.add(waiter)
         return WaitOutcome(waiter, is_served)
 
-    def _needs(self) -> list[CapacityNeed]:
-        """Returns the needs of the requests that wait, and drops lines that have become empty."""
-        for need in [need for need, line in self._need_to_line.items() if line.first is None]:
-            del self._need_to_line[need]
-        return list(self._need_to_line)
+    def _drop(self, waiter: Waiter) -> None:
+        self._waiting.remove(waiter)
+        self._groups[waiter.has_media].num_lacking -= waiter.lacks_members
+        self.shares.end_waiting(waiter.standing.tenant)
+        if self._reservation is not None and self._reservation.waiter is waiter:
+            self._reservation = None
 
-    def _first_served(self, now: float) -> Waiter | None:
-        """Returns the oldest waiter that can be served. It asks the supply only once about needs that are equal at this
-        time."""
+    def _present_lines(self) -> list[_Line]:
+        """Returns the lines in which a request waits, and drops those that have become empty."""
+        for line in [line for line, waiters in self._lines.items() if waiters.first is None]:
+            del self._lines[line]
+        return list(self._lines.values())
+
+    def _key(self, waiter: Waiter, now: float) -> tuple[bool, float, int, tuple[float, str]]:
+        tenant, priority = waiter.standing.tenant, waiter.standing.priority
+        return waiter.standing.is_spare(now), self.shares.time_of(tenant), priority, waiter.age
+
+    def _room_of(self, waiter: Waiter, now: float) -> KvRoom:
+        if waiter.room is None:
+            return ROOM_NOW
+        need = waiter.room if waiter.standing.is_spare(now) else waiter.room._replace(headroom=0.0)
+        return self._supply.room(need, waiter.need.excluded(now) | self.reserved_from(waiter), now)
+
+    def _survey(self, now: float) -> _Survey:
+        """Returns what can be served now. It asks the supply only once about members for needs that are equal at this
+        time. It may make a reservation, and then looks again."""
         asked: dict[tuple[frozenset[str], frozenset[MemberId]], bool] = {}
-        served: list[Waiter] = []
-        for need in self._needs():
-            key = need.modalities, need.excluded(now)
+        served: list[_Line] = []
+        for line in self._present_lines():
+            head = line.first
+            assert head is not None, "an empty line was dropped"
+            key = head.need.modalities, head.need.excluded(now)
             if key not in asked:
                 asked[key] = self._supply.can_serve(*key, now)
-            first = self._need_to_line[need].first
-            if asked[key] and first is not None:
-                served.append(first)
-        return min(served, default=None)
+            if asked[key]:
+                served.append(line)
+        survey = self._look(served, now)
+        return self._look(served, now) if self._reserve(survey.roomless, now) else survey
+
+    def _look(self, served: list[_Line], now: float) -> _Survey:
+        survey = _Survey([], [])
+        for line in served:
+            for waiter in line.first_of(MAX_PASSED_OVER):
+                # A request that can never have room is released, because its run ends it with an error.
+                if self._room_of(waiter, now).verdict != "later":
+                    survey.ready.append(waiter)
+                    break
+                survey.roomless.append(waiter)
+        if self._has_urgent(survey.roomless, now):
+            survey = survey._replace(ready=[one for one in survey.ready if not one.standing.is_spare(now)])
+        return survey
+
+    def _has_urgent(self, roomless: list[Waiter], now: float) -> bool:
+        """Returns whether a request waits for blocks that one of the class `batch` must not take before it."""
+        return any(not one.standing.is_spare(now) for one in roomless)
+
+    def _reserve(self, roomless: list[Waiter], now: float) -> bool:
+        """Reserves a worker for the oldest request that has waited long for room, unless there is a reservation that
+        still holds. Returns whether it did."""
+        held = self._reservation
+        old = [one for one in roomless if now - one.since_s >= RESERVE_AFTER_S and not one.standing.is_spare(now)]
+        if not old or (held is not None and now < held.ends_s):
+            return False
+        oldest = min(old)
+        nearest = self._room_of(oldest, now).nearest
+        self._reservation = None if nearest is None else _Reservation(oldest, nearest, now + RESERVE_FOR_S)
+        return self._reservation != held
+
+
+class _Reservation(NamedTuple):
+    """A `_Reservation` keeps a worker for a request until the worker has room for it."""
+
+    waiter: Waiter
+    worker_id: MemberId
+    ends_s: float
+
+
+class _Group:
+    """Limits how many requests without a first token, that waited for members, may be on the way."""
+
+    def __init__(self, max_on_the_way: int) -> None:
+        self.on_the_way: set[Waiter] = set()
+        self.max_on_the_way = max_on_the_way
+        """It grows with each first token, and is reset when a request begins to wait for members."""
+        self.num_lacking = 0
+        """Counts the waiting requests that are released at the pace of this group."""
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.on_the_way) >= self.max_on_the_way
+
+
+class _Survey(NamedTuple):
+    """A `_Survey` sorts the first requests of those lines whose members are there: at most one of each line is ready,
+    and those before it in the line have no room."""
+
+    ready: list[Waiter]
+    roomless: list[Waiter]

@@ -34,8 +34,8 @@ from fabric.contracts import (
 from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
 from router.planning.cost_learning import Learning, StageError
-from router.planning.link_classes import LinkOverride
 from router.planning.kv_room import KvRoom, RoomNeed, WorkerStocks, kv_room
+from router.planning.link_classes import LinkOverride
 from router.planning.member_costs import CommonCosts, CostDefaults, common_costs, common_line
 from router.planning.member_state import EncoderState, InFlight, WorkerState
 from router.planning.route_plan import plan_encoding, plan_route

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from planning_samples import BLOCK_SIZE, SHAPE, encoder_member, image, query, worker_member
 
 from fabric.contracts import MemberId, NoCapacity
-from router.planning import CapacityNeed, CapacityQueue, ClusterState, Waiter
+from router.planning import CapacityNeed, CapacityQueue, ClusterState, KvRoom, RoomNeed, Waiter
 from router.planning.capacity_queue import MIN_DROPPED
 from router.planning.route_plan import plan_route
 
@@ -23,7 +23,7 @@ SECONDS = st.sampled_from([0.5, 1.0, 2.0, 5.0])
 
 class Members:
     """`Members` is a `Supply`: each member is a worker (which has no modality) or an encoder, and may be excluded until
-    some time."""
+    some time. Its workers have room for everything."""
 
     def __init__(self) -> None:
         self.there: dict[MemberId, frozenset[str]] = {}
@@ -37,6 +37,9 @@ class Members:
         ]
         return frozenset() in usable and modalities <= frozenset().union(*usable)
 
+    def room(self, need: RoomNeed, excluded: frozenset[MemberId], now: float) -> KvRoom:
+        return KvRoom("now")
+
     def next_return_s(self, now: float) -> float | None:
         return min((until for until in self.aside_until_s.values() if until > now), default=None)
 
@@ -48,13 +51,17 @@ class Waiting(RuleBasedStateMachine):
         self.num_joined = 0
         self.members = Members()
         self.queue = CapacityQueue(self.members, FIRST_ON_THE_WAY)
-        self.limit = FIRST_ON_THE_WAY
+        self.limit = dict.fromkeys((False, True), FIRST_ON_THE_WAY)
+        """Maps whether requests have media to the number of them that may be on the way."""
         self.waiting: list[Waiter] = []
         self.on_the_way: list[Waiter] = []
 
-    def begin_line(self) -> None:
-        if not self.waiting:
-            self.limit = FIRST_ON_THE_WAY
+    def begin_line(self, has_media: bool) -> None:
+        if not any(other.has_media == has_media for other in self.waiting):
+            self.limit[has_media] = FIRST_ON_THE_WAY
+
+    def is_held_back(self, waiter: Waiter) -> bool:
+        return sum(other.has_media == waiter.has_media for other in self.on_the_way) >= self.limit[waiter.has_media]
 
     def is_served(self, waiter: Waiter) -> bool:
         return self.members.can_serve(waiter.need.modalities, waiter.need.excluded(self.now), self.now)
@@ -68,9 +75,9 @@ class Waiting(RuleBasedStateMachine):
         self.num_joined += 1
         ends_s = frozenset((member_id, self.now + seconds) for member_id, seconds in excluded.items())
         waiter = Waiter((float(self.num_joined), ""), CapacityNeed(modalities, ends_s), self.now + limit_s)
-        would_overtake = any(self.is_served(other) for other in self.waiting)
-        assert self.queue.must_wait(waiter.age, self.now) == would_overtake
-        self.begin_line()
+        rivals = [other for other in self.waiting if waiter.has_media or not other.has_media]
+        assert self.queue.must_wait(waiter, self.now) == any(self.is_served(other) for other in rivals)
+        self.begin_line(waiter.has_media)
         self.queue.join(waiter)
         self.waiting.append(waiter)
 
@@ -82,9 +89,9 @@ class Waiting(RuleBasedStateMachine):
         waiter = self.on_the_way.pop(which % len(self.on_the_way))
         for _ in range(2):  # the second call changes nothing
             self.queue.leave(waiter, has_arrived)
-        self.limit += has_arrived
+        self.limit[waiter.has_media] += has_arrived
         if not has_arrived:
-            self.begin_line()
+            self.begin_line(waiter.has_media)
             again = Waiter(waiter.age, waiter.need, self.now + limit_s)
             self.queue.join(again)
             self.waiting.append(again)
@@ -116,7 +123,7 @@ class Waiting(RuleBasedStateMachine):
         if next_s is not None:
             assert next_s > self.now
             early_s = self.now + (next_s - self.now) * share
-            if len(self.on_the_way) < self.limit:
+            if not any(self.is_held_back(waiter) for waiter in self.waiting):
                 assert self.queue.take(early_s) is None, "somebody was to be woken earlier"
             self.now = next_s
             self.release()
@@ -129,15 +136,15 @@ class Waiting(RuleBasedStateMachine):
             is_late = waiter.deadline_s <= self.now
             if is_served:
                 older = [each for each in self.waiting if each.age < waiter.age and self.is_served(each)]
-                assert not older or is_late, "a younger one was released first"
-                assert len(self.on_the_way) < self.limit or is_late, "a herd"
+                assert all(map(self.is_held_back, older)) or is_late, "a younger one was released first"
+                assert not self.is_held_back(waiter) or is_late, "a herd"
                 self.on_the_way.append(waiter)
             else:
                 assert is_late, "given up before its time"
             self.waiting.remove(waiter)
         for waiter in self.waiting:
             assert waiter.deadline_s > self.now, "forgotten at its deadline"
-            assert not self.is_served(waiter) or len(self.on_the_way) >= self.limit, "forgotten"
+            assert not self.is_served(waiter) or self.is_held_back(waiter), "forgotten"
 
     @invariant()
     def counts(self) -> None:
@@ -193,7 +200,7 @@ def test_a_line_that_most_have_left_forgets_them_and_keeps_its_order() -> None:
     late = Waiter((-1.0, ""), CapacityNeed(), 2000.0)
     queue.join(late)
     assert queue.num_waiting == 21
-    for line in (queue._by_deadline, *queue._need_to_line.values()):
+    for line in (queue._by_deadline, *queue._lines.values()):
         assert len(line._entries) <= 2 * 21 + MIN_DROPPED
     assert queue.next_at_s(0.0) == min(waiter.deadline_s for waiter in staying)
     members.there[MEMBERS[0]] = frozenset()

@@ -9,7 +9,7 @@ from itertools import count
 
 from fabric.contracts import MemberId
 from loadtest.benches.scale.scale_case import ScaleCase
-from router.planning import CapacityNeed, CapacityQueue, Waiter
+from router.planning import CapacityNeed, CapacityQueue, KvRoom, RoomNeed, Waiter
 
 NUM_EVENTS = 200
 IMAGE, AUDIO, TEXT = (frozenset(names) for names in (("image",), ("audio",), ()))
@@ -23,6 +23,9 @@ class SomeMembers:
 
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
         return modalities <= self.served
+
+    def room(self, need: RoomNeed, excluded: frozenset[MemberId], now: float) -> KvRoom:
+        return KvRoom("now")
 
     def next_return_s(self, now: float) -> float | None:
         return None
@@ -43,7 +46,7 @@ def pass_by(num_waiting: int) -> Callable[[], int]:
 
     def run() -> int:
         for _ in range(NUM_EVENTS):
-            assert not queue.must_wait((float(next(numbers)), ""), 1.0)
+            assert not queue.must_wait(Waiter((float(next(numbers)), ""), CapacityNeed(TEXT), 120.0), 1.0)
         return NUM_EVENTS
 
     return run
