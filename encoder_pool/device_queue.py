@@ -66,6 +66,8 @@ class DeviceQueue:
         self.spec: FeatureSpec | None = None
         self.batch: list[QueuedUnit] = []
         """Holds the units that are in the forward pass now; it is empty when there is none."""
+        self.batch_began_s = 0.0
+        """Holds when the latest batch began, of units or of sounds."""
         self.costs = ForwardCosts()
         self.busy = BusyTime()
         self.stats = DeviceStats()
@@ -119,7 +121,8 @@ class DeviceQueue:
 
     def _begin(self) -> None:
         self._is_busy = True
-        self.busy.started(self._clock.now())
+        self.batch_began_s = self._clock.now()
+        self.busy.started(self.batch_began_s)
 
     def _end(self) -> None:
         self._is_busy = False

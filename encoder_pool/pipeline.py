@@ -312,13 +312,12 @@ class Pipeline:
 
     def _announce(self, waiter: EncodeWaiter, key: UnitKey) -> bool:
         """Announces a unit. Returns False if the worker can't be reached; then the waiter has failed."""
-        call = self._number_to_call[waiter.call]
         assert self.device_queue.spec is not None
         if not self._announcer.announce(waiter, key, self.device_queue.spec):
             self._fail(waiter, WorkerBackedUp(f"{waiter.destination.worker_id} does not accept announcements"))
             return False
         waiter.missing.remove(key.unit)
-        self._trace(call, "unit_announced", {"item": waiter.item.index, "unit": key.unit})
+        self._trace_item(waiter, "unit_announced", unit=key.unit)
         return True
 
     def _succeed(self, waiter: EncodeWaiter) -> None:
@@ -355,6 +354,7 @@ class Pipeline:
     # ------------------------------------------------------------ decoding
 
     async def _decode(self, job: EncodeJob) -> None:
+        began_s = self._clock.now()
         try:
             decoded = await self._decoder.decode(job.data, job.item, lambda units: self._decoded(job, units))
         except DecodeBroke as error:
@@ -373,6 +373,7 @@ class Pipeline:
             self.stats.preprocess_s += decoded.preprocess_s
             for waiter in job.waiters:
                 waiter.decode_s, waiter.preprocess_s = decoded.decode_s, decoded.preprocess_s
+                self._trace_item(waiter, "decoded", from_s=began_s)
             if decoded.waveform is None:
                 self.jobs.decoded(job, decoded.inputs)
             else:
@@ -396,6 +397,7 @@ class Pipeline:
             for waiter in job.waiters:
                 waiter.preprocess_s += seconds
                 waiter.device_prepare_s += seconds
+                self._trace_item(waiter, "prepared", from_s=self.device_queue.batch_began_s)
             self.jobs.decoded(job, outcome)
 
     def _fail_job(self, job: EncodeJob, error: WeftError) -> None:
@@ -440,13 +442,16 @@ class Pipeline:
         if error is not None:
             self._fail(waiter, error)
             return
-        call = self._number_to_call[waiter.call]
-        self._trace(call, "unit_encoded", {"item": waiter.item.index, "unit": key.unit})
+        self._trace_item(waiter, "unit_encoded", unit=key.unit, from_s=self.device_queue.batch_began_s)
         if not self._may_announce(waiter, key):
             self._held_back.setdefault(waiter.destination.worker_id, {})[waiter] = None
             return
         if self._announce(waiter, key) and not waiter.missing:
             self._succeed(waiter)
+
+    def _trace_item(self, waiter: EncodeWaiter, name: str, **detail: object) -> None:
+        """Adds an event of an item to the trace of its call."""
+        self._trace(self._number_to_call[waiter.call], name, {"item": waiter.item.index} | detail)
 
     def _trace(self, call: Call, name: str, detail: dict[str, object]) -> None:
         call.trace.append(TraceEvent(self._clock.now(), self._encoder_id, name, detail))

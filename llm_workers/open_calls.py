@@ -114,7 +114,7 @@ class OpenCalls:
             if call := self._calls.get(attempt_id):
                 call.attempt.admitted(admission, update.at_s)
         if update.events is not None:
-            self._apply_step(update.events, update.at_s)
+            self._apply_step(update.events, update.at_s, update.step_s)
         for sequence_id, times in update.aborted:
             if call := self._calls.get(sequence_id.attempt_id):
                 call.attempt.aborted(sequence_id.choice, times, update.at_s)
@@ -134,10 +134,10 @@ class OpenCalls:
             if call is not None and not call.attempt.open_choices:
                 call.end()
 
-    def _apply_step(self, events: StepEvents, at_s: float) -> None:
+    def _apply_step(self, events: StepEvents, at_s: float, step_s: float) -> None:
         for sequence_id, start, end in events.prefill:
             if call := self._calls.get(sequence_id.attempt_id):
-                call.attempt.prefilled(sequence_id.choice, start, end, at_s)
+                call.attempt.prefilled(sequence_id.choice, start, end, at_s, step_s)
         self._send_tokens(events, at_s)
         for sequence_id in events.preempted:
             if call := self._calls.get(sequence_id.attempt_id):
@@ -213,22 +213,24 @@ class OpenAttempt:
         for finished in admission.finished:
             self.finished(finished, at_s)
 
-    def prefilled(self, choice: int, start: int, end: int, at_s: float) -> None:
-        """Records that the prompt tokens `[start, end)` of a choice were computed."""
+    def prefilled(self, choice: int, start: int, end: int, at_s: float, step_s: float = 0.0) -> None:
+        """Records that a step of `step_s` seconds has computed the prompt tokens `[start, end)` of a choice. An event
+        that covers several steps has the sum of their times."""
         self._num_prefill_events += 1
         if self._num_prefill_events > MAX_PREFILL_EVENTS:
             for index in range(len(self._trace) - 1, -1, -1):
                 last = self._trace[index]
                 if last.name == "prefill" and last.detail["choice"] == choice and last.detail["end"] == start:
-                    self._trace[index] = TraceEvent(at_s, last.member_id, last.name, {**last.detail, "end": end})
+                    merged = {"end": end, "steps_s": last.detail["steps_s"] + step_s}
+                    self._trace[index] = TraceEvent(at_s, last.member_id, last.name, last.detail | merged)
                     return
-        self.note("prefill", at_s, choice=choice, start=start, end=end)
+        self.note("prefill", at_s, choice=choice, start=start, end=end, from_s=at_s - step_s, steps_s=step_s)
 
     def generated(self, tokens: SequenceTokens, at_s: float) -> None:
         """Records new tokens of a choice."""
         if not self._times.first_token_s and tokens.token_ids:
             self._times = replace(self._times, first_token_s=at_s - self._received_at_s)
-            self.note("first_token", at_s)
+            self.note("first_token", at_s, choice=tokens.sequence_id.choice)
         choice = tokens.sequence_id.choice
         self._num_tokens[choice] = max(self._num_tokens[choice], tokens.first_index + len(tokens.token_ids))
 
@@ -238,19 +240,22 @@ class OpenAttempt:
         choice = finished.sequence_id.choice
         if choice == 0:
             self._num_cached_tokens = finished.num_cached_tokens
-        self._take_times(finished.times)
+        self._take_times(choice, finished.times)
         self._choices[choice] = ChoiceResult(choice, finished.finish_reason, finished.num_tokens)
         self.note("finished", at_s, choice=choice, reason=finished.finish_reason)
 
     def aborted(self, choice: int, times: SequenceTimes, at_s: float) -> None:
         """Records that a choice was aborted."""
-        self._take_times(times)
+        self._take_times(choice, times)
         self._choices[choice] = ChoiceResult(choice, "abort", self._num_tokens[choice])
         self.note("aborted", at_s, choice=choice)
 
-    def _take_times(self, times: SequenceTimes) -> None:
+    def _take_times(self, choice: int, times: SequenceTimes) -> None:
         """Merges the times of a choice into the times of the attempt. The choice that starts first determines the queue
-        time; the slowest choice determines the prefill time and the held time."""
+        time; the slowest choice determines the prefill time and the held time. Each stay at the doorstep becomes an
+        event of the trace."""
+        for from_s, until_s in times.held_spans:
+            self.note("held", until_s, choice=choice, from_s=from_s)
         former = self._times
         self._times = replace(
             former,

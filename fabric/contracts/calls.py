@@ -177,13 +177,15 @@ class ItemResult(Wire, frozen=True):
 
 
 class TraceEvent(Wire, frozen=True):
-    """A `TraceEvent` is something that happened to a request. `at_s` is CLOCK_MONOTONIC of the member's host."""
+    """A `TraceEvent` is something that happened to a request. `at_s` is CLOCK_MONOTONIC of the member's host. If
+    `detail` has `from_s`, a time of the same clock, then the event took from there until `at_s`."""
 
     at_s: float
     member_id: MemberId
     name: str
-    """This is one of: planned, dispatched, received, admitted, prefill, unit_encoded, unit_announced, unit_landed,
-    unit_reused, feature_needed, first_token, finished, aborted, preempted."""
+    """This is one of: read, prompted, waiting, waited, planned, dispatched, received, admitted, decoded, prepared,
+    unit_encoded, unit_announced, unit_landed, unit_reused, feature_needed, prefill, held, first_token, finished,
+    aborted, preempted."""
     detail: dict[str, Any] = msgspec.field(default_factory=dict)
 
 

@@ -74,7 +74,8 @@ class PrefillProgress(NamedTuple):
 
 
 class SequenceTimes(NamedTuple):
-    """Holds durations in seconds. `queue_s` lasts from the sequence's arrival to the first step with a chunk of it.
+    """Holds durations in seconds. `queue_s` lasts from the sequence's arrival to the first step with a chunk of it,
+    without the time at its doorstep.
     `prefill_s` is the time of the steps that computed prompt tokens of it. `held_s` is the time at its doorstep.
     `first_token_s` lasts from its arrival to its first new token (0 if there was none). `total_s` lasts from its
     arrival until now, or until its end."""
@@ -84,6 +85,8 @@ class SequenceTimes(NamedTuple):
     held_s: float
     first_token_s: float
     total_s: float = 0.0
+    held_spans: tuple[tuple[float, float], ...] = ()
+    """Holds when each stay at the doorstep began and ended, on the clock of the scheduler, for the first stays only."""
 
 
 # ---------------------------------------------------------------- features that are needed

@@ -225,6 +225,10 @@ def finish_reason(stop: StopConditions, token_id: int, num_generated: int, is_co
     return None
 
 
+MAX_HELD_SPANS = 32
+"""Limits the stays at a doorstep that a stopwatch keeps one by one; further stays only add to their sum."""
+
+
 class Stopwatch:
     """Adds up how long one sequence waited, was computed, and was at its doorstep (waiting for the feature of its next
     token). Moments are seconds of one clock that never goes back."""
@@ -236,14 +240,15 @@ class Stopwatch:
         self._prefill_s = 0.0
         self._held_s = 0.0
         self._held_since_s: float | None = None
+        self._held_spans: list[tuple[float, float]] = []
 
     @property
     def has_begun(self) -> bool:
         return self._queue_s is not None
 
     def begin(self, now_s: float) -> None:
-        """Notes that the first chunk was planned."""
-        self._queue_s = now_s - self._added_at_s
+        """Notes that the first chunk was planned. A stay at the doorstep before that is not part of the queue."""
+        self._queue_s = now_s - self._added_at_s - self._held_until(now_s)
 
     def add_prefill(self, seconds: float) -> None:
         self._prefill_s += seconds
@@ -254,14 +259,22 @@ class Stopwatch:
 
     def hold(self, is_held: bool, now_s: float) -> None:
         """Sets whether the sequence is at its doorstep from now on."""
-        if self._held_since_s is not None:
-            self._held_s += now_s - self._held_since_s
+        self._held_s = self._held_until(now_s)
+        if self._held_since_s is not None and len(self._held_spans) < MAX_HELD_SPANS:
+            self._held_spans.append((self._held_since_s, now_s))
         self._held_since_s = now_s if is_held else None
 
     def times(self, now_s: float) -> SequenceTimes:
-        queue_s = now_s - self._added_at_s if self._queue_s is None else self._queue_s
-        held_s = self._held_s + (now_s - self._held_since_s if self._held_since_s is not None else 0.0)
-        return SequenceTimes(queue_s, self._prefill_s, held_s, self._first_token_s, now_s - self._added_at_s)
+        total_s, held_s = now_s - self._added_at_s, self._held_until(now_s)
+        queue_s = total_s - held_s if self._queue_s is None else self._queue_s
+        spans = self._held_spans
+        if self._held_since_s is not None and len(spans) < MAX_HELD_SPANS:
+            spans = [*spans, (self._held_since_s, now_s)]
+        return SequenceTimes(queue_s, self._prefill_s, held_s, self._first_token_s, total_s, tuple(spans))
+
+    def _held_until(self, now_s: float) -> float:
+        """Returns the sum of the stays at the doorstep, with the present one until now."""
+        return self._held_s + (now_s - self._held_since_s if self._held_since_s is not None else 0.0)
 
 
 # ---------------------------------------------------------------- where media stand in a prompt

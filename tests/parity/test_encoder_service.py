@@ -88,6 +88,14 @@ async def test_a_worker_pulls_what_the_encoder_computes(family: Family, dtype: s
         assert {message.ticket.dtype for message in ready} == {dtype}
         names = [event.name for event in result.trace]
         assert names.count("unit_encoded") == names.count("unit_announced") == 2
+        (received,) = (event.at_s for event in result.trace if event.name == "received")
+        for index in range(2):
+            decoded, encoded = (
+                next(e for e in result.trace if e.name == name and e.detail["item"] == index)
+                for name in ("decoded", "unit_encoded")
+            )
+            assert received <= decoded.detail["from_s"] <= encoded.detail["from_s"] <= encoded.at_s
+            assert decoded.detail["from_s"] <= decoded.at_s
         await bench.is_idle()
         assert bench.service.report().arena.cached_bytes == sum(map(len, expected))
 

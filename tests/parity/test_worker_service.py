@@ -52,12 +52,18 @@ async def test_text_in_front_is_computed_before_the_feature_lands() -> None:
         r.publish(request, of, 0)
         result = await call
         prefills = [event for event in result.trace if event.name == "prefill"]
-        assert prefills[0].detail == {"choice": 0, "start": 0, "end": of.placeholders[0].offset}
+        computed = {name: prefills[0].detail[name] for name in ("choice", "start", "end")}
+        assert computed == {"choice": 0, "start": 0, "end": of.placeholders[0].offset}
         assert prefills[0].at_s < at(result, "unit_announced")[0] <= at(result, "unit_landed")[0] < prefills[1].at_s
         assert names(result)[0] == "received"
         assert names(result)[-2:] == ["first_token", "finished"] or names(result)[-1] == "finished"
-        assert result.held_s > 0
+        (held,) = [event for event in result.trace if event.name == "held"]
+        assert held.at_s - held.detail["from_s"] == pytest.approx(result.held_s)
+        assert prefills[0].at_s >= held.detail["from_s"] >= prefills[0].detail["from_s"]
+        assert at(result, "unit_landed")[0] <= held.at_s
         assert 0 < result.prefill_s < result.first_token_s
+        assert sum(event.detail["steps_s"] for event in prefills) >= result.prefill_s
+        assert result.queue_s + result.prefill_s + result.held_s <= result.first_token_s
         assert result.worker_id == WORKER
 
 

@@ -86,15 +86,27 @@ def test_a_migrated_attempt_counts_tokens_of_the_former() -> None:
     assert [c.num_tokens for c in attempt.result().choices] == [3, 0]
 
 
+def test_the_trace_has_the_steps_and_the_stays_at_the_doorstep_with_their_beginnings() -> None:
+    attempt = OpenAttempt(WORKER, request(), 10.0)
+    attempt.prefilled(0, 0, 16, 10.5, step_s=0.25)
+    attempt.finished(
+        FinishedSequence(sequence(0), "stop", 4, 40, 0, SequenceTimes(0.1, 0.5, 1.0, 2.0, 3.0, ((10.5, 11.5),))), 13.0
+    )
+    events = {event.name: event for event in attempt.result().trace}
+    assert (events["prefill"].at_s, events["prefill"].detail["from_s"]) == (10.5, 10.25)
+    assert (events["held"].at_s, events["held"].detail) == (11.5, {"choice": 0, "from_s": 10.5})
+
+
 def test_the_trace_is_in_the_order_of_time_and_bounded() -> None:
     attempt = OpenAttempt(WORKER, request(), 0.0)
     attempt.note("unit_landed", 5.0)
     for at in range(4 * MAX_PREFILL_EVENTS):
-        attempt.prefilled(0, at, at + 1, 1.0 + at / 1000)
+        attempt.prefilled(0, at, at + 1, 1.0 + at / 1000, step_s=0.25)
     trace = attempt.result(FeatureMismatch("no")).trace
     assert [event.at_s for event in trace] == sorted(event.at_s for event in trace)
     prefills = [event.detail for event in trace if event.name == "prefill"]
     assert len(prefills) == MAX_PREFILL_EVENTS
     assert [p["start"] for p in prefills] == [0, *(p["end"] for p in prefills[:-1])]
     assert prefills[-1]["end"] == 4 * MAX_PREFILL_EVENTS
+    assert sum(p["steps_s"] for p in prefills) == MAX_PREFILL_EVENTS, "a merged event has the time of its steps"
     assert attempt.result(FeatureMismatch("no")).error.code == "feature_mismatch"

@@ -18,7 +18,7 @@ from fabric.contracts import (
 )
 from kv_index import prompt_block_hashes
 from llm_workers.scheduling import NO_BLOCK, StepEvents, StepResult
-from llm_workers.scheduling.sequence import Stopwatch
+from llm_workers.scheduling.sequence import MAX_HELD_SPANS, Stopwatch
 
 
 def finish(bench: Bench, token: int = 7) -> StepEvents:
@@ -241,7 +241,7 @@ def test_times_of_a_finished_sequence() -> None:
     plan = bench.plan()
     bench.clock.advance(0.5)
     (ended,) = bench.commit(plan).finished
-    assert tuple(ended.times) == (1.0, 0.75, 3.0, 4.75, 4.75)
+    assert tuple(ended.times) == (1.0, 0.75, 3.0, 4.75, 4.75, ((1.25, 4.25),))
     assert (ended.num_prompt_tokens, ended.num_tokens, ended.num_cached_tokens) == (20, 1, 0)
 
 
@@ -263,7 +263,27 @@ def test_times_of_a_sequence_that_still_stands_at_its_doorstep() -> None:
     stopwatch.hold(True, 5.0)
     stopwatch.hold(False, 6.0)
     stopwatch.hold(True, 7.0)
-    assert tuple(stopwatch.times(9.0)) == (1.0, 0.0, 1.0 + 2.0, 0.0, 8.0)
+    assert tuple(stopwatch.times(9.0)) == (1.0, 0.0, 1.0 + 2.0, 0.0, 8.0, ((5.0, 6.0), (7.0, 9.0)))
+
+
+def test_a_stay_at_the_doorstep_before_the_first_step_is_no_part_of_the_queue() -> None:
+    stopwatch = Stopwatch(1.0)
+    stopwatch.hold(True, 1.5)
+    assert stopwatch.times(4.0).queue_s == 0.5
+    stopwatch.begin(5.0)
+    stopwatch.hold(False, 5.0)
+    times = stopwatch.times(6.0)
+    assert (times.queue_s, times.held_s, times.held_spans) == (0.5, 3.5, ((1.5, 5.0),))
+
+
+def test_many_stays_at_the_doorstep_are_summed_but_not_all_kept() -> None:
+    stopwatch = Stopwatch(0.0)
+    for at in range(MAX_HELD_SPANS + 8):
+        stopwatch.hold(True, at)
+        stopwatch.hold(False, at + 0.5)
+    times = stopwatch.times(100.0)
+    assert times.held_s == 0.5 * (MAX_HELD_SPANS + 8)
+    assert len(times.held_spans) == MAX_HELD_SPANS
 
 
 def test_contradictions_are_refused_and_nothing_changes() -> None:
