@@ -176,6 +176,7 @@ def build_encoder(
         ),
         mel_device=mel_device(section),
         encode_delay_s=section.encode_delay_s,
+        encode_delay_s_per_cost=section.encode_delay_s_per_cost,
         model_dir=str(model.directory),
     )
     return EncoderService(member_id, encoder_config, model.family, encoder, plane, source, SystemClock())
@@ -198,6 +199,10 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         speculation=Speculation(**section.speculation.model_dump()),
         cuda_graphs=section.cuda_graphs,
         is_workspace_measured=True,
+        is_overlap_enabled=section.overlap,
+        step_delay_s=section.step_delay_s,
+        step_delay_s_per_token=section.step_delay_s_per_token,
+        step_delay_s_per_decode=section.step_delay_s_per_decode,
     )
 
 

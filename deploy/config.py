@@ -236,7 +236,10 @@ class EncoderSection(_Section):
     """Says whether the encoder's device resamples and transforms sounds, in place of the decode processes; `auto` means
     that it does on CUDA. Decode processes always transform sounds of more than max_batch_cost mel frames."""
     encode_delay_s: float = Field(default_of(EncoderConfig, "encode_delay_s"), ge=0)
-    """Injects a fault for tests: this pause precedes every forward pass."""
+    """Makes every forward pass take at least this long. It is for tests and benches: the encoder waits for the rest
+    of that time, so a small model on a CPU takes the time of a large model on a GPU."""
+    encode_delay_s_per_cost: float = Field(default_of(EncoderConfig, "encode_delay_s_per_cost"), ge=0)
+    """Adds this to `encode_delay_s` for each patch (or mel frame) of a forward pass."""
 
 
 class SpeculationSection(_Section):
@@ -293,6 +296,15 @@ class WorkerSection(_Section):
     cuda_graphs: Annotated[Literal["off", "auto"], Switch] = default_of(WorkerConfig, "cuda_graphs")
     """Says whether workers record decode steps as CUDA graphs, which needs a block size that is a multiple of 256
     tokens."""
+    overlap: bool = default_of(WorkerConfig, "is_overlap_enabled")
+    """Says whether a worker computes a prompt up to the first medium that is not encoded yet. If not, it begins with a
+    request when all its media are encoded, and the inbox must have room for all of them; that is for comparisons."""
+    step_delay_s: float = Field(default_of(WorkerConfig, "step_delay_s"), ge=0)
+    """Makes every step take at least this long. It is for tests and benches, like `encoders.encode_delay_s`."""
+    step_delay_s_per_token: float = Field(default_of(WorkerConfig, "step_delay_s_per_token"), ge=0)
+    """Adds this to `step_delay_s` for each prompt token of a step; a token after a long context counts for more."""
+    step_delay_s_per_decode: float = Field(default_of(WorkerConfig, "step_delay_s_per_decode"), ge=0)
+    """Adds this to `step_delay_s` for each sequence that decodes in a step."""
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]

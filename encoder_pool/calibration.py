@@ -46,14 +46,14 @@ RATES = (SAMPLE_RATE, 48_000)
 NUM_RUNS = 2
 
 
-def calibrate(family: Family, model: EncoderModel, modality: str, costs: ForwardCosts, delay_s: float) -> FeatureSpec:
+def calibrate(family: Family, model: EncoderModel, modality: str, costs: ForwardCosts) -> FeatureSpec:
     """Runs `model` on two sizes of one modality and records the times in `costs`. Blocks for a few forward passes.
 
     Two sizes of a modality separate the overhead of a pass from the price of a patch. A model with fixed tiles makes
     one size of every input, so a pass over two units stands for the second size there.
 
-    `delay_s` is the injected pause, which each real pass will take too. Raises ConfigError if the model's features do
-    not have the family's shape or a known dtype, or are not finite, or if there is no sample for `modality`.
+    Raises ConfigError if the model's features do not have the family's shape or a known dtype, or are not finite, or if
+    there is no sample for `modality`.
     """
     if modality not in MODALITY_TO_SAMPLES:
         known = ", ".join(MODALITY_TO_SAMPLES)
@@ -79,11 +79,11 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
                 "dtype; try another `model.dtype`"
             )
         for _ in range(NUM_RUNS):
-            costs.observe(modality, item.cost, _forward(model, inputs)[1] + delay_s)
+            costs.observe(modality, item.cost, _forward(model, inputs)[1])
     if not costs.has_spread(modality):
         _forward(model, [*inputs, *inputs])
         for _ in range(NUM_RUNS):
-            costs.observe(modality, 2 * item.cost, _forward(model, [*inputs, *inputs])[1] + delay_s)
+            costs.observe(modality, 2 * item.cost, _forward(model, [*inputs, *inputs])[1])
     assert spec is not None
     return spec
 

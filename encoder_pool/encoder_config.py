@@ -86,7 +86,10 @@ class EncoderConfig:
     """No batch takes this long on a device that works. A longer pass means that the device hangs and the encoder must
     be replaced."""
     encode_delay_s: float = 0.0
-    """Injects a fault for tests: the forward thread sleeps this long before each forward pass."""
+    """Makes each forward pass take at least this long, plus `encode_delay_s_per_cost` for each patch in it. The forward
+    thread computes and then waits for the rest of that time. So tests and benches give a small model on a CPU the times
+    of a large one on a device of its own, whose work takes no processor."""
+    encode_delay_s_per_cost: float = 0.0
     num_decode_processes: int = 2
     """Sets the number of decode processes; 0 decodes in a thread of this process (tests, one-process mode)."""
     decode_limits: DecodeLimits = DEFAULT_LIMITS
@@ -101,6 +104,10 @@ class EncoderConfig:
         """Returns how long others may pass an item that finds no room. It is a share of the shortest time limit of any
         modality, so that an item that must wait for room has most of its time left when room is kept for it."""
         return PASSED_SHARE * min(self.decode_limits.timeout_s(modality) for modality in self.modalities)
+
+    def least_forward_s(self, cost: int) -> float:
+        """Returns the time that a forward pass over `cost` patches takes at least."""
+        return self.encode_delay_s + self.encode_delay_s_per_cost * cost
 
     def __post_init__(self) -> None:
         if not self.modalities:
@@ -122,6 +129,6 @@ class EncoderConfig:
         for name in positive:
             if getattr(self, name) <= 0:
                 raise ConfigError(f"encoder: {name} must be positive, not {getattr(self, name)}")
-        for name in ("encode_delay_s", "num_decode_processes", "patience"):
+        for name in ("encode_delay_s", "encode_delay_s_per_cost", "num_decode_processes", "patience"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"encoder: {name} must be at least 0, not {getattr(self, name)}")

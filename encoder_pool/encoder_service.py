@@ -20,7 +20,7 @@ from encoder_pool.calibration import calibrate, load_spectrograms, probe_inputs,
 from encoder_pool.decoder import DecodePool
 from encoder_pool.encode_call import Announcer
 from encoder_pool.encoder_config import EncoderConfig
-from encoder_pool.forward import ForwardThread
+from encoder_pool.forward import ForwardThread, SlowedEncoder
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning import CostEstimate, FeatureLog, FeatureSpec, FeatureTable, LeaseKey
 from fabric.contracts import (
@@ -74,6 +74,8 @@ class EncoderService:
         self._member_id = member_id
         self._config = config
         self._family = family
+        if config.encode_delay_s or config.encode_delay_s_per_cost:
+            model = SlowedEncoder(model, config.least_forward_s)
         self._model = model
         self._plane = plane
         self._source = source
@@ -86,7 +88,7 @@ class EncoderService:
         max_raw_cost = config.max_batch_cost if self._spectrograms else 0
         limits = config.decode_limits
         self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes, limits, max_raw_cost)
-        self._forward = ForwardThread(model, config.encode_delay_s, self._spectrograms)
+        self._forward = ForwardThread(model, self._spectrograms)
         announcer = Announcer(member_id, plane, source, self._table, config.lease_s)
         self._pipeline = Pipeline(
             member_id, config, self._table, announcer, self._decoder, self._forward, clock, self._changed
@@ -220,9 +222,8 @@ class EncoderService:
     def _calibrate(self) -> FeatureSpec:
         if self._spectrograms is not None:
             try_spectrograms(self._family, self._spectrograms)
-        costs, delay_s = self._pipeline.costs, self._config.encode_delay_s
-        modalities = self._config.modalities
-        specs = {calibrate(self._family, self._model, modality, costs, delay_s) for modality in modalities}
+        costs, modalities = self._pipeline.costs, self._config.modalities
+        specs = {calibrate(self._family, self._model, modality, costs) for modality in modalities}
         if len(specs) > 1:
             raise ConfigError(f"the features of {', '.join(modalities)} differ in shape or dtype: {specs}")
         return specs.pop()

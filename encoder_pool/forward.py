@@ -38,10 +38,9 @@ class ForwardThread:
     """Implements `planning.Forward` in one thread, one batch at a time. It calls `done` in that thread, so `done`
     must only pass the result on and not work. Without `spectrograms` the thread takes no sounds."""
 
-    def __init__(self, model: EncoderModel, delay_s: float, spectrograms: Spectrograms | None = None) -> None:
+    def __init__(self, model: EncoderModel, spectrograms: Spectrograms | None = None) -> None:
         self._model = model
         self._spectrograms = spectrograms
-        self._delay_s = delay_s
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="encoder-forward", daemon=True)
         self._spec: FeatureSpec | None = None
@@ -78,8 +77,6 @@ class ForwardThread:
 
     def _forward(self, units: Sequence[ForwardUnit]) -> ForwardResult:
         started_s = time.perf_counter()
-        if self._delay_s:
-            time.sleep(self._delay_s)
         outcomes = self._try(self._encode, units, lambda unit: f"a unit of {unit.input.num_patches} patches")
         return ForwardResult(outcomes, time.perf_counter() - started_s)
 
@@ -148,6 +145,21 @@ class ForwardThread:
         payload = feature.contiguous().view(torch.uint8).reshape(-1)
         torch.from_numpy(unit.buffer).copy_(payload)
         return None
+
+
+class SlowedEncoder:
+    """A `SlowedEncoder` is an encoder each of whose forward passes takes at least `least_s(cost)` seconds, where the
+    cost is the sum of the patches in the pass. The rest of that time passes in sleep, which takes no processor."""
+
+    def __init__(self, model: EncoderModel, least_s: Callable[[int], float]) -> None:
+        self._model = model
+        self._least_s = least_s
+
+    def encode(self, inputs: Sequence[EncoderInput]) -> list[torch.Tensor]:
+        end_s = time.perf_counter() + self._least_s(sum(each.num_patches for each in inputs))
+        features = self._model.encode(inputs)
+        time.sleep(max(0.0, end_s - time.perf_counter()))
+        return features
 
 
 def is_finite(features: Sequence[torch.Tensor]) -> bool:

@@ -50,7 +50,8 @@ class OwnEngine(Engine):
         if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
             model = with_graphs(model, kv, shape.max_model_len)
         features = ReferencedFeatures(scheduler.references)
-        self._runner = Runner(model, kv, features, backend, make_side_rows(model, kv, config.side_layers))
+        least_s = (lambda plan: config.least_step_s(*scheduler.work(plan))) if config.least_step_s(1, 1.0) else None
+        self._runner = Runner(model, kv, features, backend, make_side_rows(model, kv, config.side_layers), least_s)
         self._config, self._family = config, family
         super().__init__(scheduler, self._runner, clock, on_update)
 

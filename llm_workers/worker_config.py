@@ -66,11 +66,33 @@ class WorkerConfig:
     is_workspace_measured: bool = False
     """Says whether the largest step runs once at boot. The worker then refuses to start if the device has no room for
     that step."""
+    is_overlap_enabled: bool = True
+    """Says whether a sequence computes up to its doorstep, the first placeholder whose feature has not landed. If not,
+    it begins when every feature that it needs is here, so the inbox must have room for all of them."""
+    step_delay_s: float = 0.0
+    """Makes each step take at least this long, plus the two shares below for the work in it. The engine's thread
+    computes and then waits for the rest of that time. So tests and benches give a small model on a CPU the times of a
+    large one on a device of its own, whose work takes no processor."""
+    step_delay_s_per_token: float = 0.0
+    """Counts for each weighted token (`fabric.contracts.learned_cost`) that is not a decode."""
+    step_delay_s_per_decode: float = 0.0
+    """Counts for each sequence that decodes."""
+
+    def least_step_s(self, num_decodes: int, weighted_tokens: float) -> float:
+        """Returns the time that a step takes at least."""
+        return (
+            self.step_delay_s
+            + self.step_delay_s_per_decode * num_decodes
+            + self.step_delay_s_per_token * weighted_tokens
+        )
 
     def __post_init__(self) -> None:
         for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"worker: {name} must be at least 1, not {getattr(self, name)}")
+        for name in ("step_delay_s", "step_delay_s_per_token", "step_delay_s_per_decode"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"worker: {name} must be at least 0, not {getattr(self, name)}")
         if self.cuda_graphs not in ("off", "auto"):
             raise ConfigError(f"worker: cuda_graphs must be `off` or `auto`, not {self.cuda_graphs!r}")
         if self.side_layers and self.num_ranks > 1:

@@ -12,7 +12,7 @@ be retried. This module knows nothing of requests, queues or the origin of featu
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -40,10 +40,13 @@ class Runner:
         features: FeatureReader,
         backend: Backend,
         side: SideRows | None = None,
+        least_s: Callable[[StepPlan], float] | None = None,
     ) -> None:
-        """Creates a runner. `side` stores rows of hidden layers for chunks that ask for them."""
+        """Creates a runner. `side` stores rows of hidden layers for chunks that ask for them. With `least_s`, each step
+        takes at least so many seconds; the rest of that time passes in sleep, which takes no processor."""
         self._model, self._kv, self._features, self._backend = model, kv, features, backend
         self._side = side
+        self._least_s = least_s
         self.times = RunTimes()
 
     @torch.inference_mode()
@@ -72,6 +75,8 @@ class Runner:
             hidden = hidden.index_select(0, wanted)
         if spoiled is not None:
             hidden = _without_numbers(hidden, spoiled, plan, starts)
+        if self._least_s is not None:
+            time.sleep(max(0.0, begun_s + self._least_s(plan) - time.perf_counter()))
         forward_s = time.perf_counter()
         result = sample_step(self._model, hidden, plan)
         times.inputs_s += inputs_s - begun_s

@@ -81,7 +81,11 @@ class Scheduler:
         self.references = FeatureReferences()
         """Holds the engine's references to features; the runner reads the features through them."""
         self._resources = SequenceResources(
-            self._pool, self.references, config.block_size, config.is_prefix_cache_enabled
+            self._pool,
+            self.references,
+            config.block_size,
+            config.is_prefix_cache_enabled,
+            is_overlap_enabled=config.is_overlap_enabled,
         )
         self._roster = Roster()
         self._stats = EngineStats()

@@ -31,12 +31,21 @@ from llm_workers.scheduling.step_plan import NO_BLOCK
 
 
 class SequenceResources:
-    def __init__(self, pool: BlockPool, references: FeatureReferences, block_size: int, is_cache_enabled: bool) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        references: FeatureReferences,
+        block_size: int,
+        is_cache_enabled: bool,
+        *,
+        is_overlap_enabled: bool = True,
+    ) -> None:
         self.pool = pool
         self.references = references
         self.reads = ReadLog()
         self._block_size = block_size
         self._is_cache_enabled = is_cache_enabled
+        self._is_overlap_enabled = is_overlap_enabled
 
     # ------------------------------------------------------------ queries
 
@@ -79,7 +88,10 @@ class SequenceResources:
 
     def doorstep(self, sequence: Sequence, start: int, end: int) -> int:
         """Returns how far the sequence may compute from `start`, at most `end`: up to the first placeholder whose unit
-        is not readable. That index is called the sequence's doorstep."""
+        is not readable. That index is called the sequence's doorstep. Without overlap, the doorstep is `start` while a
+        unit that the sequence needs is not readable."""
+        if not self._is_overlap_enabled and not self.references.is_complete(sequence.sequence_id):
+            return start
         for run, unit in sequence.layout.runs_between(start, end):
             if not self.references.is_readable(unit):
                 return max(run.offset, start)

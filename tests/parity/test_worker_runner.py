@@ -3,7 +3,9 @@ with features."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from fabric.contracts import MmHash, RequestId, SamplingParams, SequenceId, Unit
 from llm_workers.compute import PagedKV, Runner, select_backend
 from llm_workers.scheduling import NOT_FINITE_TOKEN, Chunk, Splice, StepPlan
 from llm_workers.scheduling.step_plan import Decodes
+from llm_workers.worker_config import WorkerConfig
 
 BLOCK_SIZE = 4
 GREEDY = SamplingParams(temperature=0.0)
@@ -87,9 +90,9 @@ def scripts_of(features: Features) -> list[Script]:
     return scripts
 
 
-def runner_of(model: TinyModel, features: Features) -> Runner:
+def runner_of(model: TinyModel, features: Features, least_s: Callable[[StepPlan], float] | None = None) -> Runner:
     kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), torch.float32, torch.device("cpu"))
-    return Runner(model, kv, features, select_backend("sdpa", kv))
+    return Runner(model, kv, features, select_backend("sdpa", kv), least_s=least_s)
 
 
 def last_logits(model: TinyModel, script: Script, features: Features) -> torch.Tensor:
@@ -133,6 +136,19 @@ def test_features_decide_the_result(model: TinyModel, features: Features) -> Non
         changed = Features({unit: feature.clone() for unit, feature in features.items()})
         next(iter(changed.values()))[level] += 1.0
         assert (last_logits(model, script, changed) - with_features).abs().max() > 1e-2
+
+
+def test_a_slowed_step_gives_the_same_and_counts_as_forward_time(model: TinyModel, features: Features) -> None:
+    script = scripts_of(features)[0]
+    plan = StepPlan(0, (script.chunk(0, 37),))
+    config = WorkerConfig(step_delay_s=0.02, step_delay_s_per_token=0.001, step_delay_s_per_decode=0.5)
+    runner = runner_of(model, features)
+    expected = runner.execute(plan).token_ids
+    slowed = runner_of(model, features, lambda plan: config.least_step_s(*plan.work(inf)))
+    started_s = time.perf_counter()
+    assert slowed.execute(plan).token_ids == expected
+    assert time.perf_counter() - started_s >= 0.02 + 37 * 0.001
+    assert slowed.times.forward_s + slowed.times.inputs_s >= 0.02
 
 
 def test_executing_a_plan_again_gives_the_same(model: TinyModel, features: Features) -> None:

@@ -24,6 +24,7 @@ def tiny(
     num_sequences: int,
     is_cached: bool,
     num_drafts: int,
+    is_overlap_enabled: bool,
 ) -> WorkerConfig:
     """Returns a config whose budgets are so small that few sequences fit at once, and whose pools are so small that
     sequences preempt each other."""
@@ -35,6 +36,7 @@ def tiny(
         is_prefix_cache_enabled=is_cached,
         side_layers=(("talker", 0), ("other", 1)),
         speculation=Speculation(num_drafts, 1, 3),
+        is_overlap_enabled=is_overlap_enabled,
     )
 
 
@@ -46,6 +48,7 @@ configs = st.builds(
     st.integers(1, 6),
     st.sampled_from((True, True, True, False)),
     st.sampled_from((0, 0, 1, 4)),
+    st.sampled_from((True, True, False)),
 )
 
 

@@ -285,14 +285,16 @@ class World:
         return turns
 
     def _first_missing(self, sequence_id: SequenceId) -> tuple[int, UnitKey] | None:
-        """Returns position and unit of the first placeholder after the computed tokens that has no feature."""
+        """Returns position and unit of the first placeholder after the computed tokens that has no feature. Without
+        overlap, the position is that of the sequence's next token."""
         sequence = self.scheduler._roster.get(sequence_id)
         assert sequence is not None
         request = self.requests[sequence_id.attempt_id]
         for run in request.placeholders:
             unit = UnitKey(request.media[run.item].mm_hash, run.unit)
             if run.end > sequence.claims_from and unit not in self.fake.features:
-                return max(run.offset, sequence.claims_from), unit
+                at = run.offset if self.config.is_overlap_enabled else sequence.claims_from
+                return max(at, sequence.claims_from), unit
         return None
 
     def _is_waiting_for_media(self, sequence_id: SequenceId) -> bool:

@@ -42,6 +42,19 @@ def test_at_its_doorstep_a_sequence_costs_nothing_until_the_unit_lands() -> None
     assert bench.release_unneeded() == [unit("one"), unit("two")]
 
 
+def test_without_overlap_a_sequence_begins_when_all_its_media_are_here() -> None:
+    bench = Bench(is_overlap_enabled=False, max_step_tokens=30)
+    bench.add(request("a", 40, [("one", 10, 5), ("two", 20, 5)], age=0))
+    bench.add(request("text", 8, age=1))
+    assert bench.step() == {"text": 8}
+    bench.land(unit("one"))
+    assert bench.step() == {"text": 1}
+    assert bench.scheduler.stats().num_at_doorstep == 1
+    bench.land(unit("two"))
+    assert bench.step() == {"text": 1, "a": 29}
+    assert bench.step() == {"text": 1, "a": 11}
+
+
 def test_an_image_is_needed_until_its_last_occurrence_is_computed() -> None:
     bench = Bench(max_step_tokens=20)
     bench.add(request("a", 50, [("same", 10, 5), ("same", 30, 5)]), landed=True)
