@@ -24,7 +24,7 @@ def tiny(
     num_sequences: int,
     is_cached: bool,
     num_drafts: int,
-    is_overlap_enabled: bool,
+    is_overlap_enabled: bool = True,
 ) -> WorkerConfig:
     """Returns a config whose budgets are so small that few sequences fit at once, and whose pools are so small that
     sequences preempt each other."""
