@@ -2,10 +2,10 @@
 and the use of memory.
 
 The first part sets the switches of Ray and other libraries. Only this module writes them; it keeps the values that the
-user has set. It also raises the limit of open files. The second part tunes the memory of processes that compute: the process keeps what one step frees for the
-next, large tensors lie in large pages, and the garbage collector ignores the objects that exist before the first
-request. They stand together because both act on the whole process, and most of their functions must be called before a
-library is imported or first used.
+user has set. It also raises the limit of open files. The second part tunes the memory of processes that compute: the
+process keeps what one step frees for the next, large tensors lie in large pages, and the garbage collector ignores the
+objects that exist before the first request. They stand together because both act on the whole process, and most of
+their functions must be called before a library is imported or first used.
 
 By default glibc gives large blocks back to the kernel as soon as they are free, so every step's tensors are new pages,
 each of which faults on its first access. Measured: without these faults, a prefill of 1,024 tokens of a 180M model

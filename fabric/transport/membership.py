@@ -2,10 +2,10 @@
 itself.
 
 A `Directory` holds all members, for the whole cluster, and answers each heartbeat with what has changed since the
-version that the caller knows; a `Membership` puts these changes together in each member. A `RouterTable` belongs to one encoder or worker and holds the
-routers to which that member listens. A `LeaseTable` keeps any keys with deadlines; the router table stands on it, and
-encoders use it for the leases under which workers read features. Because leases end by themselves, a dead peer needs no
-call that gives anything back.
+version that the caller knows; a `Membership` puts these changes together in each member. A `RouterTable` belongs to one
+encoder or worker and holds the routers to which that member listens. A `LeaseTable` keeps any keys with deadlines; the
+router table stands on it, and encoders use it for the leases under which workers read features. Because leases end by
+themselves, a dead peer needs no call that gives anything back.
 
 This module returns what has expired, and the owner ends what belongs to it. The directory is pure: `deploy` decides
 where it runs and which code calls it. The module knows nothing of what members do, of requests, or of what messages

@@ -159,7 +159,7 @@ class ClusterState:
     def snapshot(self, query: RouteQuery, now: float) -> ClusterView:
         """Returns frozen views for one query; excluded members are left out. It changes nothing but the random
         source."""
-        worker_to_blocks = self._covered_blocks(query)
+        worker_to_blocks = self._covered_blocks(query.scheme_to_hashes)
         encoder_to_cached = self._cached(query)
         barred = self._barred(query.excluded, now)
         worker_line = common_line(state.prefill.estimate(now) for state in self._workers.values())
@@ -196,7 +196,7 @@ class ClusterState:
         """Returns whether a worker has room for a request now, later or never (`kv_room`). A worker without a report,
         or whose reports stopped, is taken to have room, because the router degrades and never blocks."""
         states, barred = tuple(self._workers.values()), self._barred(excluded, now)
-        worker_to_blocks = self._prefixes.lookup(need.block_hashes) if need.block_hashes else {}
+        worker_to_blocks = self._covered_blocks(need.scheme_to_hashes)
         stocks = [self._stock(state, now) for state in states]
         numbers = np.array(stocks, dtype=np.float64).reshape(len(stocks), 4)
         total_blocks, free_blocks, inbox_bytes = numbers[:, :3].astype(np.int64).T
@@ -339,10 +339,10 @@ class ClusterState:
             self._scheme_to_prefixes[worker.kv_scheme] = prefixes
         return prefixes
 
-    def _covered_blocks(self, query: RouteQuery) -> dict[MemberId, int]:
+    def _covered_blocks(self, scheme_to_hashes: Mapping[KvScheme, bytes]) -> dict[MemberId, int]:
         """Returns the leading blocks of `self._block_size` tokens that each worker holds."""
         worker_to_blocks: dict[MemberId, int] = {}
-        for scheme, hashes in query.scheme_to_hashes.items():
+        for scheme, hashes in scheme_to_hashes.items():
             if (prefixes := self._scheme_to_prefixes.get(scheme)) is not None:
                 for worker_id, num_blocks in prefixes.lookup(split_hashes(hashes)).items():
                     worker_to_blocks[worker_id] = num_blocks * scheme.block_size // self._block_size

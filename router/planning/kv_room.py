@@ -13,13 +13,14 @@ The module knows nothing of where the numbers come from (`ClusterState.room`), o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import BlockHash, MemberId
+from fabric.contracts import KvScheme, MemberId
 
 Verdict = Literal["now", "later", "never"]
 BATCH_HEADROOM = 0.125
@@ -34,8 +35,9 @@ class RoomNeed(NamedTuple):
     num_generated_tokens: int = 0
     """Counts the tokens that earlier attempts generated, in the longest choice."""
     num_choices: int = 1
-    block_hashes: tuple[BlockHash, ...] = ()
-    """Holds the hashes of the prompt's full blocks; blocks that a worker has cached need not be taken."""
+    scheme_to_hashes: Mapping[KvScheme, bytes] = MappingProxyType({})
+    """Maps each scheme of the workers to the hashes of the prompt's full blocks (`RouteQuery`); blocks that a worker
+    has cached need not be taken."""
     max_unit_bytes: int = 0
     """This is the size of the request's largest feature in an inbox, with its header and padding."""
     headroom: float = 0.0
@@ -101,7 +103,7 @@ def kv_room(need: RoomNeed, stocks: WorkerStocks) -> KvRoom:
     )
     max_tokens = int((total * stocks.block_sizes).max())
     max_unit_bytes = int(stocks.inbox_bytes.max())
-    too_small = frozenset(stocks.worker_ids[at] for at in np.flatnonzero(is_too_small))
+    too_small = frozenset(stocks.worker_ids[int(at)] for at in np.flatnonzero(is_too_small))
     if is_too_small.all():
         return KvRoom("never", too_small, None, None, max_tokens, max_unit_bytes)
     headroom = np.ceil(need.headroom * total).astype(np.int64)

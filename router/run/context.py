@@ -13,6 +13,7 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fabric.contracts import (
@@ -232,7 +233,7 @@ class CapacityGate:
 
     def must_wait(self, age: tuple[float, str]) -> bool:
         """Returns whether requests that already wait must be released ahead of a request of this age."""
-        return self._queue.num_waiting > 0 and self._queue.must_wait(age, self.clock.now())
+        return self._queue.num_waiting > 0 and self._queue.must_wait(Waiter(age, CapacityNeed(), inf), self.clock.now())
 
     def join(self, age: tuple[float, str], need: CapacityNeed, limit_s: float) -> Wait:
         """Adds a request to the queue for at most `limit_s` seconds, and returns its wait."""

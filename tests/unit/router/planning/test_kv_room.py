@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_report
+from planning_samples import BLOCK_SIZE, SCHEME, SHAPE, query, worker_member, worker_report
 from scheduling_cases import Bench, request, sequence_id
 
 from fabric.contracts import BlocksStored, ContextLengthExceeded, FeatureStats, KvSnapshot, MemberId, WorkerReport
@@ -207,7 +207,7 @@ def test_cached_blocks_are_found_in_the_index() -> None:
     state = cluster("w0")
     state.apply(sized("w0", used=6, residence_s=2.0), 1.0)
     hashes = tuple(index.to_bytes(16, "little") for index in range(5))
-    need = RoomNeed(6 * BLOCK_SIZE, block_hashes=hashes)
+    need = RoomNeed(6 * BLOCK_SIZE, scheme_to_hashes={SCHEME: b"".join(hashes)})
     room = state.room(need, frozenset(), 1.0)
     assert (room.verdict, room.wait_s) == ("later", pytest.approx(2 / 3))
     state.apply(KvSnapshot(W0, 1, 0, (BlocksStored(None, hashes[:2]),)), 1.0)
