@@ -1,10 +1,10 @@
 """Tests and measures a family's encoder when a replica starts, with short synthetic media.
 
-`calibrate` runs forward passes, to learn the shape of features and a first estimate of the cost of a pass.
-`load_spectrograms` and `try_spectrograms` do the same start work for the part of a family that turns sounds into units
-on the encoder's device. Both use the samples of this module: small and ordinary media of each modality, made as
-ordinary files. They go through the family's own plan and preprocessing, so nothing is assumed about how a family
-processes them.
+`calibrate` decodes samples and runs forward passes, to learn the shape of features and a first estimate of what
+decoding and a pass cost. `load_spectrograms` and `try_spectrograms` do the same start work for the part of a family
+that turns sounds into units on the encoder's device. Both use the samples of this module: small and ordinary media of
+each modality, made as ordinary files. They go through the family's own plan and preprocessing, so nothing is assumed
+about how a family processes them.
 
 The module knows nothing of requests or of any particular family.
 """
@@ -15,6 +15,7 @@ import io
 import time
 import wave
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from PIL import Image
 
 from encoder_pool.decode_process import check_inputs
 from encoder_pool.encoder_config import EncoderConfig
-from encoder_pool.planning import FeatureSpec, ForwardCosts
+from encoder_pool.planning import FeatureSpec, ForwardCosts, StageCosts
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MediaItem, MmHash, WeftError
 from modalities.family import (
     AudioHeader,
@@ -46,8 +47,11 @@ RATES = (SAMPLE_RATE, 48_000)
 NUM_RUNS = 2
 
 
-def calibrate(family: Family, model: EncoderModel, modality: str, costs: ForwardCosts) -> FeatureSpec:
-    """Runs `model` on two sizes of one modality and records the times in `costs`. Blocks for a few forward passes.
+def calibrate(
+    family: Family, model: EncoderModel, modality: str, costs: ForwardCosts, decode_costs: StageCosts
+) -> FeatureSpec:
+    """Runs `model` on two sizes of one modality and records the times in `costs`, and the times in which this process
+    decodes and preprocesses them in `decode_costs`. Blocks for a few forward passes.
 
     Two sizes of a modality separate the overhead of a pass from the price of a patch. A model with fixed tiles makes
     one size of every input, so a pass over two units stands for the second size there.
@@ -60,10 +64,13 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
         raise ConfigError(f"the modality {modality!r} has no sample for the calibration; samples exist for {known}")
     make, sizes = MODALITY_TO_SAMPLES[modality]
     spec: FeatureSpec | None = None
+    measured: list[tuple[int, float]] = []
     for size in sizes:
         sample = make(size)
         item = sample_item(family, sample, modality)
-        inputs = family.preprocess(sample.data, item)
+        inputs = family.preprocess(sample.data, item)  # the first run of a size includes imports
+        prepare_s = _least_s(partial(family.preprocess, sample.data, item))
+        measured.append((item.cost, prepare_s))
         feature = _forward(model, inputs)[0][0]  # the first run of a size includes compiling and allocating
         spec = FeatureSpec(family.shape.num_levels, family.shape.hidden_size, dtype_name(feature.dtype))
         if spec.dtype not in DTYPE_TO_BYTES:
@@ -84,6 +91,7 @@ def calibrate(family: Family, model: EncoderModel, modality: str, costs: Forward
         _forward(model, [*inputs, *inputs])
         for _ in range(NUM_RUNS):
             costs.observe(modality, 2 * item.cost, _forward(model, [*inputs, *inputs])[1])
+    decode_costs.calibrate(modality, measured[0], measured[-1])
     assert spec is not None
     return spec
 
@@ -94,6 +102,17 @@ def probe_inputs(family: Family, modality: str) -> list[EncoderInput]:
     make, sizes = MODALITY_TO_SAMPLES[modality]
     sample = make(min(sizes))
     return family.preprocess(sample.data, sample_item(family, sample, modality))
+
+
+def _least_s(work: Callable[[], object]) -> float:
+    """Returns the shortest time that `work` takes in several runs, because other work on the machine only adds to
+    it."""
+    times: list[float] = []
+    for _ in range(NUM_RUNS):
+        started_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started_s)
+    return min(times)
 
 
 def _forward(model: EncoderModel, inputs: list[EncoderInput]) -> tuple[list[torch.Tensor], float]:
@@ -119,9 +138,12 @@ def load_spectrograms(config: EncoderConfig, family: Family) -> Spectrograms | N
     return family.load_spectrograms(config.mel_device)
 
 
-def try_spectrograms(family: Family, spectrograms: Spectrograms) -> None:
+def try_spectrograms(
+    family: Family, spectrograms: Spectrograms, decode_costs: StageCosts, prepare_costs: StageCosts
+) -> None:
     """Makes units of two short sounds in one batch, so that the device's libraries allocate and compile before the
-    first request. Blocks. Raises ConfigError if the units differ from the plan."""
+    first request. Then it measures sounds of two lengths: in `decode_costs` the time to decode them to samples, and in
+    `prepare_costs` the time of the device. Blocks. Raises ConfigError if the units differ from the plan."""
     assert isinstance(family, MelOnDevice)
     samples = [audio_sample(2, rate) for rate in RATES]
     items = [sample_item(family, sample, "audio") for sample in samples]
@@ -131,6 +153,16 @@ def try_spectrograms(family: Family, spectrograms: Spectrograms) -> None:
             check_inputs(inputs, item)
     except WeftError as error:
         raise ConfigError(f"the device computes spectrograms that differ from their plan: {error.message}") from error
+    measured, decoded = list[tuple[int, float]](), list[tuple[int, float]]()
+    for seconds in MODALITY_TO_SAMPLES["audio"][1]:
+        sample = audio_sample(seconds)
+        item = sample_item(family, sample, "audio")
+        waveform = family.decode_waveform(sample.data, item)
+        decoded.append((item.cost, _least_s(partial(family.decode_waveform, sample.data, item))))
+        spectrograms.units([waveform])  # the first run of a length includes compiling and allocating
+        measured.append((item.cost, _least_s(partial(spectrograms.units, [waveform]))))
+    decode_costs.calibrate("audio", decoded[0], decoded[-1])
+    prepare_costs.calibrate("audio", measured[0], measured[-1])
 
 
 # ------------------------------------------------------------ samples

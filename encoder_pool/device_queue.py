@@ -29,10 +29,11 @@ from encoder_pool.planning import (
     QueuedUnit,
     SoundJob,
     SoundResult,
+    StageCosts,
     choose_batch,
     choose_sounds,
 )
-from fabric.contracts import Clock, DeviceStats, MemberId, UnitKey, UnitTooLarge, WeftError
+from fabric.contracts import Clock, DeviceStats, MemberId, QueueState, UnitKey, UnitTooLarge, WeftError
 from fabric.transport import SourceSlot
 from modalities.family import EncoderInput
 
@@ -63,12 +64,16 @@ class DeviceQueue:
         self._clock = clock
         self._unit_ended, self._sound_ended = ended
         self._is_busy = False
+        self._predicted_s = 0.0
+        """Holds the predicted time of the batch on the device."""
         self.spec: FeatureSpec | None = None
         self.batch: list[QueuedUnit] = []
         """Holds the units that are in the forward pass now; it is empty when there is none."""
         self.batch_began_s = 0.0
         """Holds when the latest batch began, of units or of sounds."""
         self.costs = ForwardCosts()
+        self.prepare_costs = StageCosts()
+        """Holds the measured costs of making units of sounds on the device."""
         self.busy = BusyTime()
         self.stats = DeviceStats()
         self.preprocess_s = 0.0
@@ -78,6 +83,20 @@ class DeviceQueue:
     def forward_s(self) -> float:
         """Returns for how long the present batch has been on the device; returns 0 if there is none."""
         return self.busy.current_s(self._clock.now())
+
+    @property
+    def forward_left_s(self) -> float:
+        """Returns the predicted time until the present batch ends; returns 0 if there is none or it is overdue."""
+        return max(0.0, self._predicted_s - self.forward_s) if self._is_busy else 0.0
+
+    def queue_state(self) -> QueueState:
+        """Returns the queue behind the present batch, for the predictions of routers."""
+        return self._jobs.queue_state((unit.key for unit in self.batch), self._passes_s, self._clock.now())
+
+    def _passes_s(self, modality: str, cost: int, num_units: int) -> float:
+        """Returns the predicted time of the device for units of one call, whether they are decoded or not."""
+        prepare_s = self.prepare_costs.estimate(modality).seconds_per_cost * cost
+        return prepare_s + self.costs.passes_s(modality, cost, num_units, self._max_batch_cost)
 
     def start(self, done: Callable[[], None]) -> None:
         """Starts a forward pass if the device is idle and a waiting unit has room, or starts the batch of sounds if
@@ -104,7 +123,7 @@ class DeviceQueue:
     def _submit_sounds(self, sounds: list[QueuedSound], done: Callable[[], None]) -> None:
         started = [self._jobs.sound_started(sound.mm_hash) for sound in sounds]
         jobs = [job for job, _ in started]
-        self._begin()
+        self._begin(self.prepare_costs.seconds(jobs[0].item.modality, sum(sound.cost for sound in sounds)))
         loop = asyncio.get_running_loop()
 
         def hand_over(result: SoundResult) -> None:
@@ -115,12 +134,14 @@ class DeviceQueue:
     def _sound_batch_ended(self, jobs: list[EncodeJob], result: SoundResult, done: Callable[[], None]) -> None:
         self._end()
         self.preprocess_s += result.seconds
+        cost = sum(job.item.cost for job in jobs)
+        self.prepare_costs.observe(jobs[0].item.modality, cost, result.seconds, self._clock.now())
         for job, outcome in zip(jobs, result.outcomes, strict=True):
             self._sound_ended(job, outcome, result.seconds)
         done()
 
-    def _begin(self) -> None:
-        self._is_busy = True
+    def _begin(self, predicted_s: float) -> None:
+        self._is_busy, self._predicted_s = True, predicted_s
         self.batch_began_s = self._clock.now()
         self.busy.started(self.batch_began_s)
 
@@ -192,7 +213,7 @@ class DeviceQueue:
 
     def _submit(self, batch: list[QueuedUnit], units: list[ForwardUnit], done: Callable[[], None]) -> None:
         self.batch = batch
-        self._begin()
+        self._begin(self.costs.pass_s(batch[0].modality, sum(unit.cost for unit in batch)))
         loop = asyncio.get_running_loop()
 
         def hand_over(result: ForwardResult) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from encoder_pool.planning import CallTurn, EncodeWaiter, FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning import EncodeWaiter, FeatureSpec, FeatureTable, LeaseKey
 from fabric.contracts import (
     AttemptId,
+    CallTurn,
     EncodeRequest,
     EncodeResult,
     ErrorInfo,

@@ -220,10 +220,12 @@ class EncoderService:
         self._pipeline.jobs.check_invariants()
 
     def _calibrate(self) -> FeatureSpec:
+        costs, decode_costs = self._pipeline.costs, self._pipeline.decode_costs
+        modalities = self._config.modalities
+        specs = {calibrate(self._family, self._model, modality, costs, decode_costs) for modality in modalities}
         if self._spectrograms is not None:
-            try_spectrograms(self._family, self._spectrograms)
-        costs, modalities = self._pipeline.costs, self._config.modalities
-        specs = {calibrate(self._family, self._model, modality, costs) for modality in modalities}
+            prepare_costs = self._pipeline.device_queue.prepare_costs
+            try_spectrograms(self._family, self._spectrograms, decode_costs, prepare_costs)
         if len(specs) > 1:
             raise ConfigError(f"the features of {', '.join(modalities)} differ in shape or dtype: {specs}")
         return specs.pop()
@@ -334,6 +336,7 @@ def encoder_report(
     """Returns the report and changes nothing. Its sums cover the whole life of the parts."""
     jobs, device = pipeline.jobs, pipeline.device_queue
     costs, mixed = pipeline.costs, pipeline.costs.mixed()
+    queue, decoding = device.queue_state(), pipeline.decode_queue()
     items = copy(pipeline.stats)
     items.preprocess_s += device.preprocess_s
     return EncoderReport(
@@ -349,7 +352,15 @@ def encoder_report(
         num_encoding=pipeline.num_encoding,
         encode_s_per_cost=mixed.seconds_per_cost,
         batch_overhead_s=mixed.overhead_s,
-        costs=tuple(_encode_cost(modality, costs.estimate(modality)) for modality in costs.modalities),
+        costs=tuple(
+            _encode_cost(
+                modality,
+                costs.estimate(modality),
+                pipeline.decode_costs.estimate(modality),
+                device.prepare_costs.estimate(modality),
+            )
+            for modality in costs.modalities
+        ),
         num_items_queued=jobs.totals.num_items_queued,
         queued_s=jobs.queued_s,
         num_items_pending=pipeline.num_pending,
@@ -357,8 +368,24 @@ def encoder_report(
         max_in_flight=max_in_flight,
         num_decoding=pipeline.num_decoding,
         busy_fraction=device.busy.fraction,
+        queue_profile=queue.profile,
+        unit_s=queue.unit_s,
+        forward_left_s=device.forward_left_s,
+        patience=pipeline.config.patience,
+        num_decode_processes=decoding.num_processes,
+        decode_queue_s=decoding.queue_s,
+        decode_short_s=decoding.short_s,
+        decode_left_s=decoding.left_s,
     )
 
 
-def _encode_cost(modality: str, estimate: CostEstimate) -> EncodeCost:
-    return EncodeCost(modality, estimate.seconds_per_cost, estimate.overhead_s)
+def _encode_cost(modality: str, forward: CostEstimate, decode: CostEstimate, prepare: CostEstimate) -> EncodeCost:
+    return EncodeCost(
+        modality,
+        forward.seconds_per_cost,
+        forward.overhead_s,
+        decode.seconds_per_cost,
+        decode.overhead_s,
+        prepare.seconds_per_cost,
+        prepare.overhead_s,
+    )

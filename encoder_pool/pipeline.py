@@ -17,13 +17,13 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 from encoder_pool.decoder import DecodeBroke, Decoder
 from encoder_pool.device_queue import DeviceQueue
 from encoder_pool.encode_call import Announcer, Call
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.planning import (
-    CallTurn,
     DecodeLine,
     DecodeRoom,
     EncodeJob,
@@ -33,12 +33,14 @@ from encoder_pool.planning import (
     FeatureTable,
     Forward,
     ForwardCosts,
+    StageCosts,
     check_budget,
     refusal,
     waiter_of,
 )
 from fabric.contracts import (
     AttemptId,
+    CallTurn,
     Clock,
     EncodeFailed,
     EncodeRequest,
@@ -63,6 +65,15 @@ LEAST_RETRY_AFTER_S = 1.0
 was slow."""
 
 
+class DecodeQueueState(NamedTuple):
+    """Holds the queue of the decode processes in predicted seconds; the fields are those of `EncoderReport`."""
+
+    num_processes: int
+    queue_s: float
+    short_s: float
+    left_s: float
+
+
 class Pipeline:
     """A `Pipeline` is the whole path of one encoder. It calls `on_change` (often) when gauges or the cache's contents
     have changed."""
@@ -79,7 +90,7 @@ class Pipeline:
         on_change: Callable[[], None],
     ) -> None:
         self._encoder_id = encoder_id
-        self._config = config
+        self.config = config
         self._table = table
         self._announcer = announcer
         self._decoder = decoder
@@ -92,6 +103,9 @@ class Pipeline:
         """Keeps a heap of pairs: the time when a call's time is over, and the call's number. Some of the calls have
         already ended."""
         self._job_to_task: dict[EncodeJob, asyncio.Task[None]] = {}
+        self._job_to_decode_start_s: dict[EncodeJob, float] = {}
+        self.decode_costs = StageCosts()
+        """Holds the measured costs of decoding and preprocessing an item."""
         self._held_back: dict[MemberId, dict[EncodeWaiter, None]] = {}
         """Holds, by worker, the waiters with a ready unit whose lease would exceed the worker's share of the
         arena."""
@@ -126,6 +140,23 @@ class Pipeline:
     @property
     def num_decoding(self) -> int:
         return len(self._job_to_task)
+
+    def decode_queue(self) -> DecodeQueueState:
+        """Returns what waits to be decoded and what is being decoded, in predicted seconds."""
+        now_s, left = self._clock.now(), list[float]()
+        for job, started_s in self._job_to_decode_start_s.items():
+            predicted_s = self.decode_costs.seconds(job.item.modality, job.item.cost)
+            left.append(max(0.0, predicted_s - (now_s - started_s)))
+        waiting_s = {False: 0.0, True: 0.0}
+        for (modality, is_long), (num_items, cost) in self.jobs.totals.modality_to_undecoded.items():
+            waiting_s[is_long] += self.decode_costs.seconds(modality, cost, num_items)
+        num_processes = self._decoder.num_parallel
+        return DecodeQueueState(
+            num_processes,
+            queue_s=sum(waiting_s.values()) + sum(left),
+            short_s=waiting_s[False],
+            left_s=min(left) if len(left) >= num_processes else 0.0,
+        )
 
     @property
     def num_pending(self) -> int:
@@ -232,6 +263,7 @@ class Pipeline:
             if job is None:
                 break
             self.jobs.decode_started(job)
+            self._job_to_decode_start_s[job] = self._clock.now()
             task = self._job_to_task[job] = asyncio.create_task(self._decode(job))
             # This is not at the end of the coroutine, because a task that is cancelled before it begins runs none of
             # it.
@@ -250,8 +282,8 @@ class Pipeline:
         arena_bytes = self._table.usage().total_bytes
         wanted: dict[MmHash, tuple[MediaItem, bytes]] = {}
         for item, data in zip(call.request.items, media, strict=True):
-            max_decode_bytes = self._config.decode_limits.total_bytes
-            if error := refusal(item, self._config.modalities, spec, arena_bytes, max_decode_bytes):
+            max_decode_bytes = self.config.decode_limits.total_bytes
+            if error := refusal(item, self.config.modalities, spec, arena_bytes, max_decode_bytes):
                 call.fail(item, error)
                 self.stats.num_received += 1
                 self.stats.num_failed += 1
@@ -259,7 +291,7 @@ class Pipeline:
                 wanted.setdefault(item.mm_hash, (item, data))
         items = [item for item, _ in wanted.values()]
         worker_id = call.request.destination.worker_id if self._table.has_shares else None
-        check_budget(items, self.jobs, self._table.is_ready, self._config.max_queue_cost, worker_id)
+        check_budget(items, self.jobs, self._table.is_ready, self.config.max_queue_cost, worker_id)
         return list(wanted.values())
 
     def _follow(self, call: Call, item: MediaItem, data: bytes) -> None:
@@ -371,6 +403,8 @@ class Pipeline:
             self.stats.num_decoded += 1
             self.stats.decode_s += decoded.decode_s
             self.stats.preprocess_s += decoded.preprocess_s
+            seconds = decoded.decode_s + decoded.preprocess_s
+            self.decode_costs.observe(job.item.modality, job.item.cost, seconds, self._clock.now())
             for waiter in job.waiters:
                 waiter.decode_s, waiter.preprocess_s = decoded.decode_s, decoded.preprocess_s
                 self._trace_item(waiter, "decoded", from_s=began_s)
@@ -380,7 +414,7 @@ class Pipeline:
                 self.jobs.decoded_sound(job, decoded.waveform)
 
     def _decode_ended(self, job: EncodeJob, task: asyncio.Task[None]) -> None:
-        del self._job_to_task[job]
+        del self._job_to_task[job], self._job_to_decode_start_s[job]
         self.pump()
 
     def _decoded(self, job: EncodeJob, inputs: list[EncoderInput]) -> None:

@@ -1,7 +1,7 @@
 """Makes every decision of the encoder pool, without torch, Ray or a clock of its own.
 
-`encode_job` defines the values that the others work on: jobs, waiters, ranks, the interface of the forward pass, and
-the shape of features. `encode_jobs` merges requests for the same medium, so that it is encoded once, and ranks the
+`encode_job` defines the values that the others work on: jobs, waiters, the interface of the forward pass, and the shape
+of features. `encode_jobs` merges requests for the same medium, so that it is encoded once, and ranks the
 calls that wait for it. `call_queue` keeps calls in order of rank and limits what one worker may hold. `decode_line`
 refuses items that can't be encoded and chooses what is decoded next. `batcher` chooses what goes into a forward pass
 and predicts how long the pass takes. `feature_table` keeps features, leases and eviction, and numbers the changes of
@@ -17,6 +17,7 @@ from encoder_pool.planning.batcher import (
     ForwardCosts,
     QueuedSound,
     QueuedUnit,
+    StageCosts,
     choose_batch,
     choose_sounds,
     split_cost,
@@ -24,7 +25,6 @@ from encoder_pool.planning.batcher import (
 from encoder_pool.planning.call_queue import FirstRefused
 from encoder_pool.planning.decode_line import DecodeLine, check_budget, refusal
 from encoder_pool.planning.encode_job import (
-    CallTurn,
     DecodeRoom,
     EncodeJob,
     EncodeWaiter,
@@ -40,7 +40,6 @@ from encoder_pool.planning.encode_jobs import EncodeJobs
 from encoder_pool.planning.feature_table import FeatureLog, FeatureTable, LeaseKey
 
 __all__ = [
-    "CallTurn",
     "CostEstimate",
     "DecodeLine",
     "DecodeRoom",
@@ -60,6 +59,7 @@ __all__ = [
     "QueuedUnit",
     "SoundJob",
     "SoundResult",
+    "StageCosts",
     "check_budget",
     "choose_batch",
     "choose_sounds",

@@ -21,8 +21,7 @@ from collections.abc import Callable, Iterable
 from math import exp2, inf
 from typing import NamedTuple
 
-from encoder_pool.planning.encode_job import Rank
-from fabric.contracts import MemberId, MmHash, UnitKey
+from fabric.contracts import MemberId, Memory, MmHash, Rank, UnitKey, corrected
 
 # ------------------------------------------------------------ the choice of a batch
 
@@ -216,6 +215,28 @@ class ForwardCosts:
         """Returns the seconds that units of that cost add to a forward pass."""
         return self.estimate(modality).seconds_per_cost * cost
 
+    def pass_s(self, modality: str, cost: int) -> float:
+        """Returns the seconds of one forward pass over units of that cost."""
+        estimate = self.estimate(modality)
+        return estimate.overhead_s + estimate.seconds_per_cost * cost
+
+    def passes_s(self, modality: str, cost: int, num_units: int, max_batch_cost: int) -> float:
+        """Returns the seconds of the forward passes over `num_units` units of one request that cost `cost` together,
+        as `choose_batch` fuses them: with units of other requests if the request has one unit, and otherwise with
+        each other. Passes that are shared with other requests count in part."""
+        estimate = self.estimate(modality)
+        unit_cost = cost / max(num_units, 1)
+        if num_units > 1:
+            unit_s = estimate.seconds_per_cost * unit_cost
+            num_fused = 1.0 + (estimate.overhead_s // unit_s if unit_s else 0.0)
+            num_passes = num_units / num_fused
+        elif is_fusing_worthwhile(estimate, cost, is_same_request=False):
+            num_passes = 0.0
+        else:
+            num_passes = 1.0
+        num_passes = min(max(num_passes, cost / max_batch_cost), num_units)
+        return estimate.seconds_per_cost * cost + estimate.overhead_s * num_passes
+
 
 class ForwardCost:
     """Fits the line of one kind of forward pass: seconds = overhead + slope * patches, with the newest passes weighted
@@ -302,6 +323,53 @@ def is_alike(cost: float, other: float) -> bool:
     """Returns whether passes of these two sizes are too similar to separate overhead from slope. Returns False if
     `other` is 0, which stands for no size, or infinite."""
     return 0.0 < other < inf and abs(cost - other) <= LEAST_SPREAD * other
+
+
+# ------------------------------------------------------------ the cost of preparing an item
+
+HALF_LIFE_OF_STAGE_S = 60.0
+"""An observation of a stage loses half of its weight in this time."""
+MAX_WEIGHT_OF_STAGE = 30.0
+"""Limits how many observations an estimate of a stage rests on."""
+
+
+class StageCosts:
+    """Predicts how long a stage takes for an item of each modality, apart from its forward pass: its decoding, or its
+    preparation on the device. Items of one modality take very different times, because files differ in more than their
+    cost, so one observation moves a line only a little however large it is (`fabric.contracts.learned_cost`)."""
+
+    def __init__(self) -> None:
+        self._modality_to_line: dict[str, CostEstimate] = {}
+        self._modality_to_memory: dict[str, Memory] = {}
+
+    def calibrate(self, modality: str, small: tuple[int, float], large: tuple[int, float]) -> None:
+        """Sets the line of a modality from two measurements, each of a cost and of the seconds that it took."""
+        slope = max(0.0, (large[1] - small[1]) / (large[0] - small[0])) if large[0] > small[0] else 0.0
+        overhead_s = max(0.0, large[1] - slope * large[0])
+        if slope > 0.0 or overhead_s > 0.0:
+            self._modality_to_line[modality] = CostEstimate(slope, overhead_s)
+
+    def observe(self, modality: str, cost: int, seconds: float, now_s: float) -> None:
+        """Corrects the line of a modality by one observation. Observations that can't be true are ignored."""
+        if not (cost > 0 and 0.0 < seconds < inf):
+            return
+        memory = self._modality_to_memory.setdefault(modality, Memory(HALF_LIFE_OF_STAGE_S, MAX_WEIGHT_OF_STAGE))
+        line = self._modality_to_line.get(modality)
+        gain = memory.gain(now_s)
+        if line is None:
+            self._modality_to_line[modality] = CostEstimate(0.5 * seconds / cost, 0.5 * seconds)
+            return
+        slope, overhead_s = corrected((line.seconds_per_cost, line.overhead_s), (float(cost), 1.0), seconds, gain)
+        self._modality_to_line[modality] = CostEstimate(slope, overhead_s)
+
+    def estimate(self, modality: str) -> CostEstimate:
+        """Returns the line of a modality; both numbers are zero until something was measured."""
+        return self._modality_to_line.get(modality, CostEstimate(0.0, 0.0))
+
+    def seconds(self, modality: str, cost: int, num_items: int = 1) -> float:
+        """Returns the seconds of the stage for items of that cost together."""
+        line = self.estimate(modality)
+        return line.seconds_per_cost * cost + line.overhead_s * num_items
 
 
 # ------------------------------------------------------------ the memory of decoded inputs

@@ -16,7 +16,7 @@ import heapq
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from encoder_pool.planning.encode_job import Rank
+from fabric.contracts import Rank
 
 T = TypeVar("T")
 _Entry = tuple[int, float, tuple[float, str], int]

@@ -1,12 +1,13 @@
-"""Defines the values that the modules of `planning/` work on: jobs and the requests that wait for them, the rank of a
-call, the forward pass as an interface, and the shape of features.
+"""Defines the values that the modules of `planning/` work on: jobs and the requests that wait for them, the forward
+pass as an interface, and the shape of features.
 
 A *job* (`EncodeJob`) is one medium on its way through the encoder, and its *waiters* (`EncodeWaiter`) are the items of
-encode calls that wait for its units. `CallTurn` ranks the calls among each other, `EncodeJobTotals` sums over all jobs,
-and `DecodeRoom` limits what may lie decoded. `Forward` is the interface between the planning and the thread that owns
-the model: tests drive the pipeline through it, one forward pass at a time, and a `FeatureSpec` gives the shape of what
-it makes. The definitions stand together because every other module of the folder needs several of them, and because
-none of them acts by itself: `EncodeJobs` moves jobs from phase to phase.
+encode calls that wait for its units. A `WaitingCall` is a call with its rank and with what it waits for; the rule of
+the rank is a contract, because routers predict by it (`fabric.contracts.encoder_queue`). `EncodeJobTotals` sums over
+all jobs, and `DecodeRoom` limits what may lie decoded. `Forward` is the interface between the planning and the thread
+that owns the model: tests drive the pipeline through it, one forward pass at a time, and a `FeatureSpec` gives the
+shape of what it makes. The definitions stand together because every other module of the folder needs several of them,
+and because none of them acts by itself: `EncodeJobs` moves jobs from phase to phase.
 
 The module has no clock, so callers pass the time in. It knows nothing of torch, memory, leases or messages.
 """
@@ -14,7 +15,7 @@ The module has no clock, so callers pass the time in. It knows nothing of torch,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Protocol
@@ -22,7 +23,18 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import AttemptId, Destination, EncodeRequest, MediaItem, MemberId, WeftError, feature_nbytes
+from fabric.contracts import (
+    AttemptId,
+    CallTurn,
+    Destination,
+    EncodeRequest,
+    MediaItem,
+    MemberId,
+    QueuedCalls,
+    Rank,
+    WeftError,
+    feature_nbytes,
+)
 from modalities.family import EncoderInput, Waveform
 
 # ------------------------------------------------------------ jobs
@@ -176,6 +188,9 @@ class EncodeJobTotals:
     """Splits `queued_cost` by modality."""
     modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
     """Sums the cost of items that are decoded or are being decoded, by modality."""
+    modality_to_undecoded: dict[tuple[str, bool], tuple[int, int]] = field(default_factory=dict)
+    """Maps a modality, and whether its items are long, to the number and the cost of the items that wait to be
+    decoded."""
 
     def count(self, job: EncodeJob, sign: int) -> None:
         is_begun = job.phase is not Phase.WAITING
@@ -188,6 +203,11 @@ class EncodeJobTotals:
         self.num_long_decoding += sign * (job.is_long and job.phase is Phase.DECODING)
         self.modality_to_cost[job.item.modality] += sign * job.remaining_cost
         self.modality_to_decoded_cost[job.item.modality] += sign * is_begun * job.remaining_cost
+        if not is_begun and job.unit_to_cost:
+            kind = (job.item.modality, job.is_long)
+            num_items, cost = self.modality_to_undecoded.pop(kind, (0, 0))
+            if num_items + sign:
+                self.modality_to_undecoded[kind] = (num_items + sign, cost + sign * job.item.cost)
 
 
 class DecodeRoom(NamedTuple):
@@ -207,60 +227,61 @@ class DecodeRoom(NamedTuple):
     occupying decode processes."""
 
 
-# ------------------------------------------------------------ the order of calls
+# ------------------------------------------------------------ the calls that wait
 
 
 @dataclass(slots=True, eq=False)
-class CallTurn:
-    """A `CallTurn` records how long one call has waited and how much forward time it has received, and ranks the call
-    by that. It is mutable, and all items of the call share it.
+class WaitingCall:
+    """A `WaitingCall` records what one call waits for on this encoder."""
 
-    A call is one encode request that a router sends to this encoder. Priority (the lowest number first) is strict, as
-    it is in the worker that waits for the features. Otherwise a request of high priority would wait in the worker for
-    features that are queued here behind others.
-
-    Calls of equal priority are ordered by shortest remaining work, with aging: the rank is `waiting since + patience *
-    remaining encoding time`, and the lowest rank goes first. So the shorter call goes first, and a call is overtaken
-    only by calls that arrive within `patience` times its own encoding time. No call starves, and no timer is needed.
-    The encoder serves units rather than whole calls, so a long video gives way to a picture between two of its units.
-    Two rules keep this true at every moment of the video's life:
-
-    - Time in the forward pass does not count as waiting, and each second of the call's own work takes `patience`
-      seconds off the wait that has accumulated. So a video that is served continuously never looks old, and a video
-      that had to wait spends its accumulated wait on the service that it gets.
-    - A call never counts as shorter than half of its original work. Otherwise the last units of a video would count as
-      shorter than a picture, and the picture would wait for all of them.
-    """
-
-    call: int
-    """Identifies the call on this encoder."""
-    age: tuple[float, str]
-    waiting_since_s: float
-    done_s: float = 0.0
-    """Sums the predicted forward time of the units that the call has already received."""
-    priority: int = 0
-
-    def served(self, seconds: float, worth_s: float, now_s: float, patience: float) -> None:
-        """Records a forward pass that ended at `now_s`, took `seconds`, and made units of this call that were predicted
-        to take `worth_s`."""
-        self.done_s += worth_s
-        self.waiting_since_s = min(now_s, self.waiting_since_s + seconds + patience * min(worth_s, seconds))
-
-    def rank(self, remaining_s: float, patience: float, item_index: int) -> Rank:
-        """Returns the rank of one item of this call while all items of the call together need `remaining_s` on this
-        encoder."""
-        needed_s = max(remaining_s, (remaining_s + self.done_s) / 2)
-        return Rank(self.priority, self.waiting_since_s + patience * needed_s, self.age, item_index)
+    turn: CallTurn
+    worker_id: MemberId
+    rank: Rank
+    remaining_s: float = 0.0
+    """Holds the encoding time of everything that the call waits for, by which it has its rank."""
+    num_waiters: int = 0
+    modality_to_cost: Counter[str] = field(default_factory=Counter)
+    """Sums the cost of the jobs that the call's items follow, by modality."""
+    modality_to_units: Counter[str] = field(default_factory=Counter)
+    """Counts the units that these jobs have to make."""
+    stage_to_jobs: dict[JobStage, dict[EncodeJob, EncodeWaiter]] = field(default_factory=dict)
 
 
-class Rank(NamedTuple):
-    """A `Rank` orders calls and items; the smaller rank goes first. The age order of the requests breaks ties, then the
-    item's place in its request."""
+@dataclass(slots=True)
+class HeldForWorker:
+    """A `HeldForWorker` sums what is decoded for one worker, or waits to be made for it. An item that several calls of
+    the worker want counts once for each call."""
 
-    priority: int
-    virtual_s: float
-    age: tuple[float, str]
-    item_index: int
+    num_decoded: int = 0
+    modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
+    queued_cost: int = 0
+
+
+def queued_calls(
+    calls: Mapping[int, WaitingCall],
+    call_to_running: Mapping[int, Counter[str]],
+    passes_s: Callable[[str, int, int], float],
+) -> QueuedCalls:
+    """Returns the calls in columns. `call_to_running` holds the cost of each call's units in the forward pass by
+    modality, and their number under the empty name. `passes_s` returns the seconds of the forward passes over units of
+    one modality, given their cost and their number."""
+    rows = list[tuple[float, ...]]()
+    for call, waiting in calls.items():
+        running = call_to_running.get(call)
+        num_running = running[""] if running else 0
+        num_all, seconds = 0, 0.0
+        for modality, cost in waiting.modality_to_cost.items():
+            num_units = waiting.modality_to_units[modality]
+            num_all += num_units
+            left = cost - running[modality] if running else cost
+            if left > 0:
+                seconds += passes_s(modality, left, max(1, num_units - num_running))
+        turn = waiting.turn
+        num_left = max(0, num_all - num_running)
+        rows.append(
+            (turn.waiting_since_s, waiting.remaining_s, turn.done_s, turn.priority, num_left, num_running, seconds)
+        )
+    return QueuedCalls(*np.array(rows, np.float64).reshape(-1, len(QueuedCalls._fields)).T)
 
 
 # ------------------------------------------------------------ the forward pass

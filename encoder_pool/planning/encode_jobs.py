@@ -15,17 +15,27 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import accumulate, islice, takewhile
 
 from encoder_pool.planning.batcher import InputSizes, QueuedSound, QueuedUnit, place_in_line, split_cost
 from encoder_pool.planning.call_queue import CallQueue
-from encoder_pool.planning.encode_job import CallTurn, EncodeJob, EncodeJobTotals, EncodeWaiter, JobStage, Phase, Rank
-from fabric.contracts import MemberId, MmHash, UnitKey
+from encoder_pool.planning.encode_job import (
+    EncodeJob,
+    EncodeJobTotals,
+    EncodeWaiter,
+    HeldForWorker,
+    JobStage,
+    Phase,
+    WaitingCall,
+    queued_calls,
+)
+from fabric.contracts import CallTurn, MemberId, MmHash, QueueState, Rank, UnitKey, queue_profile
 from modalities.family import EncoderInput, Waveform
 
 ToSeconds = Callable[[str, int], float]
 """Maps (modality, cost) to the seconds that this adds to a forward pass, in proportion to the cost."""
+PassesS = Callable[[str, int, int], float]
+"""Maps (modality, cost, number of units) to the seconds of the forward passes over these units."""
 IsFreeToGo = Callable[[QueuedUnit], bool]
 MayHave = Callable[[MemberId, EncodeJob], bool]
 """Returns whether a worker may have a job decoded."""
@@ -41,29 +51,6 @@ MAX_REPRICED = 8
 of repricing."""
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A `_Waiting` records what one call waits for on this encoder."""
-
-    turn: CallTurn
-    worker_id: MemberId
-    rank: Rank
-    num_waiters: int = 0
-    modality_to_cost: Counter[str] = field(default_factory=Counter)
-    """Sums the cost of the jobs that the call's items follow, by modality."""
-    stage_to_jobs: dict[JobStage, dict[EncodeJob, EncodeWaiter]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Held:
-    """A `_Held` sums what is decoded for one worker, or waits to be made for it. An item that several calls of the
-    worker want counts once for each call."""
-
-    num_decoded: int = 0
-    modality_to_decoded_cost: Counter[str] = field(default_factory=Counter)
-    queued_cost: int = 0
-
-
 class EncodeJobs:
     """Holds all jobs of one encoder, at most one per `mm_hash`. It is not thread-safe."""
 
@@ -71,7 +58,7 @@ class EncodeJobs:
         self._patience = patience
         self._to_seconds = to_seconds
         self._hash_to_job: dict[MmHash, EncodeJob] = {}
-        self._call_to_waiting: dict[int, _Waiting] = {}
+        self._call_to_waiting: dict[int, WaitingCall] = {}
         self._stage_to_queues: dict[JobStage, dict[MemberId, CallQueue]] = {}
         """Holds the queues of calls of each stage, by the worker that receives their features."""
         self._modality_to_price: dict[str, float] = {}
@@ -80,7 +67,7 @@ class EncodeJobs:
         """Counts the forward passes since all ranks were last computed from new prices."""
         self._sizes = InputSizes()
         self._prepared: dict[EncodeJob, None] = {}
-        self._worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
+        self._worker_to_held: defaultdict[MemberId, HeldForWorker] = defaultdict(HeldForWorker)
         self.totals = EncodeJobTotals()
 
     def __iter__(self) -> Iterator[EncodeJob]:
@@ -99,6 +86,23 @@ class EncodeJobs:
     def queued_s(self) -> float:
         """Returns the seconds that all accepted and not yet encoded work adds to forward passes."""
         return sum(self._to_seconds(modality, cost) for modality, cost in self.totals.modality_to_cost.items())
+
+    def queue_state(self, running: Iterable[UnitKey], passes_s: PassesS, now_s: float) -> QueueState:
+        """Returns the queue in front of the device for the predictions of routers; `running` lists the units in the
+        forward pass. It walks all calls."""
+        calls = self._call_to_waiting
+        call_to_running: dict[int, Counter[str]] = {}
+        for unit in running:
+            job = self._hash_to_job[unit.mm_hash]
+            for waiter in self.waiters_missing(unit):
+                of_call = call_to_running.setdefault(waiter.call, Counter())
+                of_call[job.item.modality] += job.unit_to_cost[unit.unit]
+                of_call[""] += 1
+        columns = queued_calls(calls, call_to_running, passes_s)
+        # Work that several calls wait for is done once, so it counts in parts with each of them.
+        counted = sum(sum(waiting.modality_to_cost.values()) for waiting in calls.values())
+        share = min(1.0, self.totals.queued_cost / counted) if counted else 1.0
+        return queue_profile(columns._replace(seconds=columns.seconds * share), now_s, self._patience)
 
     def join(self, waiter: EncodeWaiter) -> EncodeJob:
         """Adds a waiter to the item's job, and starts a job if there is none. A unit that the job can no
@@ -332,8 +336,8 @@ class EncodeJobs:
 
     def check_invariants(self) -> None:
         """Asserts that jobs, sums, ranks and queues are consistent. Walks everything."""
-        totals, call_to_cost = EncodeJobTotals(), dict[int, Counter[str]]()
-        worker_to_held: defaultdict[MemberId, _Held] = defaultdict(_Held)
+        totals, call_to_cost, call_to_units = EncodeJobTotals(), dict[int, Counter[str]](), dict[int, Counter[str]]()
+        worker_to_held: defaultdict[MemberId, HeldForWorker] = defaultdict(HeldForWorker)
         queued: set[tuple[JobStage, int]] = set()
         for job in self:
             assert job.unit_to_cost, "a job without units to make must end"
@@ -349,6 +353,7 @@ class EncodeJobs:
             totals.count(job, 1)
             for one in job.waiters:
                 call_to_cost.setdefault(one.call, Counter())[job.item.modality] += job.remaining_cost
+                call_to_units.setdefault(one.call, Counter())[job.item.modality] += len(job.unit_to_cost)
                 held = worker_to_held[one.destination.worker_id]
                 held.queued_cost += job.remaining_cost
                 if job.lies_decoded:
@@ -362,7 +367,7 @@ class EncodeJobs:
         assert worker_to_held == self._worker_to_held
         assert call_to_cost.keys() == self._call_to_waiting.keys()
         for call, waiting in self._call_to_waiting.items():
-            assert waiting.modality_to_cost == call_to_cost[call]
+            assert (waiting.modality_to_cost, waiting.modality_to_units) == (call_to_cost[call], call_to_units[call])
             assert waiting.rank == self._rank_of(waiting)
         for stage, queues in self._stage_to_queues.items():
             for worker_id, queue in queues.items():
@@ -379,6 +384,7 @@ class EncodeJobs:
     def _changing(self, job: EncodeJob) -> Iterator[None]:
         """Surrounds every change of a job and updates the sums, and what the calls of its waiters wait for."""
         stage, cost, was_decoded = job.stage, job.remaining_cost, job.lies_decoded
+        num_units = len(job.unit_to_cost)
         self.totals.count(job, -1)
         yield
         self._prepared.pop(job, None)
@@ -386,15 +392,16 @@ class EncodeJobs:
             self.totals.count(job, 1)
             if job.is_prepared:
                 self._prepared[job] = None
-        new_stage, more_cost = job.stage, job.remaining_cost - cost
-        if new_stage == stage and not more_cost:
+        new_stage, more_cost, more_units = job.stage, job.remaining_cost - cost, len(job.unit_to_cost) - num_units
+        if new_stage == stage and not more_units:
             return
         for waiter in job.waiters:
             waiting = self._call_to_waiting[waiter.call]
             self._hold(waiting.worker_id, job, cost, -1, is_decoded=was_decoded)
             self._hold(waiting.worker_id, job, job.remaining_cost, 1, is_decoded=job.lies_decoded)
-            if more_cost:
+            if more_units:
                 waiting.modality_to_cost[job.item.modality] += more_cost
+                waiting.modality_to_units[job.item.modality] += more_units
                 self._rank(waiting)
             if new_stage != stage:
                 self._leave_stage(waiting, job, stage)
@@ -405,10 +412,11 @@ class EncodeJobs:
         waiting = self._call_to_waiting.get(waiter.call)
         if waiting is None:
             rank = waiter.turn.rank(0.0, self._patience, 0)
-            waiting = _Waiting(waiter.turn, waiter.destination.worker_id, rank)
+            waiting = WaitingCall(waiter.turn, waiter.destination.worker_id, rank)
             self._call_to_waiting[waiter.call] = waiting
         waiting.num_waiters += 1
         waiting.modality_to_cost[job.item.modality] += job.remaining_cost
+        waiting.modality_to_units[job.item.modality] += len(job.unit_to_cost)
         self._hold(waiting.worker_id, job, job.remaining_cost, 1, is_decoded=job.lies_decoded)
         self._rank(waiting)
         self._enter_stage(waiting, job, waiter, job.stage)
@@ -420,6 +428,7 @@ class EncodeJobs:
         self._hold(waiting.worker_id, job, job.remaining_cost, -1, is_decoded=job.lies_decoded)
         waiting.num_waiters -= 1
         waiting.modality_to_cost[job.item.modality] -= job.remaining_cost
+        waiting.modality_to_units[job.item.modality] -= len(job.unit_to_cost)
         if waiting.num_waiters:
             self._rank(waiting)
         else:
@@ -435,13 +444,13 @@ class EncodeJobs:
         if not held.queued_cost:
             del self._worker_to_held[worker_id]
 
-    def _enter_stage(self, waiting: _Waiting, job: EncodeJob, waiter: EncodeWaiter, stage: JobStage | None) -> None:
+    def _enter_stage(self, waiting: WaitingCall, job: EncodeJob, waiter: EncodeWaiter, stage: JobStage | None) -> None:
         if stage is not None:
             waiting.stage_to_jobs.setdefault(stage, {})[job] = waiter
             queues = self._stage_to_queues.setdefault(stage, {})
             queues.setdefault(waiting.worker_id, CallQueue()).put(waiting.turn.call, waiting.rank)
 
-    def _leave_stage(self, waiting: _Waiting, job: EncodeJob, stage: JobStage | None) -> None:
+    def _leave_stage(self, waiting: WaitingCall, job: EncodeJob, stage: JobStage | None) -> None:
         if stage is None:
             return
         jobs = waiting.stage_to_jobs[stage]
@@ -454,17 +463,17 @@ class EncodeJobs:
         if not queues[waiting.worker_id]:
             del queues[waiting.worker_id]
 
-    def _rank(self, waiting: _Waiting) -> None:
+    def _rank(self, waiting: WaitingCall) -> None:
         """Ranks a call again, because what it waits for, the price of that, or the service that it has received has
         changed."""
         waiting.rank = self._rank_of(waiting)
         for stage in waiting.stage_to_jobs:
             self._stage_to_queues[stage][waiting.worker_id].put(waiting.turn.call, waiting.rank)
 
-    def _rank_of(self, waiting: _Waiting) -> Rank:
+    def _rank_of(self, waiting: WaitingCall) -> Rank:
         """Returns the rank of a call; it counts all that the call waits for on this encoder."""
-        remaining_s = sum(self._price(modality) * cost for modality, cost in waiting.modality_to_cost.items())
-        return waiting.turn.rank(remaining_s, self._patience, 0)
+        waiting.remaining_s = sum(self._price(modality) * cost for modality, cost in waiting.modality_to_cost.items())
+        return waiting.turn.rank(waiting.remaining_s, self._patience, 0)
 
     def _price(self, modality: str) -> float:
         if modality not in self._modality_to_price:

@@ -4,7 +4,8 @@
 and what they answer. `member_reports` defines what workers and encoders report to routers, and the metrics of these
 numbers; `messages` defines everything else that travels one way between members, and the dtypes of features. `errors`
 holds the tree of all failures that reach a client or another process. `clock` provides clocks that callers pass as
-arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict.
+arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict, and `encoder_queue` holds
+the order in which an encoder serves its calls, by which routers predict the wait there.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -26,6 +27,23 @@ from fabric.contracts.calls import (
     TraceEvent,
 )
 from fabric.contracts.clock import Clock, ManualClock, SystemClock
+from fabric.contracts.encoder_queue import (
+    EMPTY_PROFILE,
+    NUM_BINS,
+    PROFILE_LENGTH,
+    CallTurn,
+    QueuedCalls,
+    QueueState,
+    Rank,
+    add_work,
+    bin_of,
+    decode_waits_s,
+    key_of,
+    keys_of,
+    queue_profile,
+    wait_s,
+    waits_s,
+)
 from fabric.contracts.errors import (
     Aborted,
     ArenaFull,
@@ -124,7 +142,10 @@ from fabric.contracts.messages import (
 
 __all__ = [
     "DTYPE_TO_BYTES",
+    "EMPTY_PROFILE",
     "KV_HASH_BYTES",
+    "NUM_BINS",
+    "PROFILE_LENGTH",
     "WEFT_KV",
     "AbortAttempt",
     "Aborted",
@@ -136,6 +157,7 @@ __all__ = [
     "BlocksStored",
     "BodyTooLarge",
     "Busy",
+    "CallTurn",
     "ChoiceResult",
     "Clock",
     "ConfigError",
@@ -183,6 +205,9 @@ __all__ = [
     "PlaceholderRange",
     "PlaneMessage",
     "ProtocolError",
+    "QueueState",
+    "QueuedCalls",
+    "Rank",
     "RequestId",
     "RequestRefused",
     "RouterHeartbeat",
@@ -210,23 +235,31 @@ __all__ = [
     "WorkerBackedUp",
     "WorkerLost",
     "WorkerReport",
+    "add_work",
     "as_member",
+    "bin_of",
     "block_hashes",
     "content_digest",
     "context_scale_tokens",
     "corrected",
     "decode_message",
+    "decode_waits_s",
     "encode_message",
     "enter_request",
     "feature_nbytes",
     "frame",
+    "key_of",
+    "keys_of",
     "member_id",
     "metrics_of",
     "mint_member_id",
     "mint_request_id",
     "mm_hash",
+    "queue_profile",
     "request_id",
     "split_hashes",
     "uniform",
+    "wait_s",
+    "waits_s",
     "weighted_tokens",
 ]

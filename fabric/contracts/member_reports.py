@@ -20,6 +20,7 @@ from typing import Annotated, Literal, NamedTuple, get_type_hints
 import msgspec
 
 from fabric.contracts.calls import PlaneWire, Wire
+from fabric.contracts.encoder_queue import EMPTY_PROFILE
 from fabric.contracts.identity import AttemptId, MemberId
 
 # ---------------------------------------------------------------- metrics of fields
@@ -339,7 +340,9 @@ class ArenaStats(msgspec.Struct, array_like=True):
 
 
 class EncodeCost(Wire, frozen=True):
-    """Holds what a forward pass over one modality takes: `overhead_s + seconds_per_cost * cost`."""
+    """Holds what the stages of an encoder take for one modality, each as a line `overhead_s + seconds_per_cost * cost`:
+    a forward pass, the decoding of an item, and its preparation on the device. A line is 0 until the stage was
+    measured."""
 
     modality: str
     seconds_per_cost: Annotated[
@@ -355,6 +358,35 @@ class EncodeCost(Wire, frozen=True):
             "Time of a forward pass that does not depend on its cost, by modality.",
         ),
     ]
+    decode_s_per_cost: Annotated[
+        float,
+        gauge(
+            "weft_encoder_modality_decode_seconds_per_cost",
+            "Time that a unit of cost adds to the decoding and preprocessing of an item, by modality.",
+        ),
+    ] = 0.0
+    decode_overhead_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_modality_decode_overhead_seconds",
+            "Time of decoding and preprocessing an item that does not depend on its cost, by modality.",
+        ),
+    ] = 0.0
+    device_prepare_s_per_cost: Annotated[
+        float,
+        gauge(
+            "weft_encoder_modality_device_prepare_seconds_per_cost",
+            "Time that a unit of cost adds to a batch of sounds whose spectrograms the device makes, by modality.",
+        ),
+    ] = 0.0
+    device_prepare_overhead_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_modality_device_prepare_overhead_seconds",
+            "Time of a batch of sounds whose spectrograms the device makes that does not depend on its cost, by "
+            "modality.",
+        ),
+    ] = 0.0
 
 
 class EncoderReport(PlaneWire, frozen=True):
@@ -420,4 +452,52 @@ class EncoderReport(PlaneWire, frozen=True):
             "weft_encoder_busy_fraction",
             "Fraction of the last second or so in which a forward pass was running, from 0 to 1.",
         ),
+    ] = 0.0
+    queue_profile: tuple[float, ...] = EMPTY_PROFILE
+    """Holds the queue in front of the device without the running forward pass, for the predictions of
+    `fabric.contracts.encoder_queue`, relative to the moment of the report."""
+    unit_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_unit_seconds",
+            "Mean duration of the forward pass that runs at a random moment while the encoder works on its queue; 0 if "
+            "nothing is queued.",
+        ),
+    ] = 0.0
+    forward_left_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_forward_left_seconds",
+            "Predicted time until the running forward pass ends; 0 if none is running or it is overdue.",
+        ),
+    ] = 0.0
+    patience: Annotated[
+        float,
+        gauge(
+            "weft_encoder_patience",
+            "Seconds of waiting that move a request up in the queue as far as one second less of encoding does.",
+        ),
+    ] = 4.0
+    num_decode_processes: Annotated[
+        int, gauge("weft_encoder_num_decode_processes", "Items that the encoder decodes at the same time at most.")
+    ] = 0
+    decode_queue_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_decode_queue_seconds",
+            "Predicted time of decoding and preprocessing the items that wait for it or are being decoded, summed over "
+            "the decode processes.",
+        ),
+    ] = 0.0
+    decode_short_s: Annotated[
+        float,
+        gauge(
+            "weft_encoder_decode_short_seconds",
+            "Part of `weft_encoder_decode_queue_seconds` that belongs to waiting items of one unit. Items of several "
+            "units leave a decode process to them.",
+        ),
+    ] = 0.0
+    decode_left_s: Annotated[
+        float,
+        gauge("weft_encoder_decode_left_seconds", "Predicted time until a decode process is free; 0 if one is free."),
     ] = 0.0

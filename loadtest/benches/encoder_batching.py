@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from encoder_pool.encoder_config import EncoderConfig
-from encoder_pool.planning import CallTurn, ForwardCosts, QueuedUnit, choose_batch
-from fabric.contracts import MmHash, UnitKey
+from encoder_pool.planning import ForwardCosts, QueuedUnit, choose_batch
+from fabric.contracts import CallTurn, MmHash, UnitKey
 
 NUM_PICTURES = 64
 NUM_ROUNDS = 5

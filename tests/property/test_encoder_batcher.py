@@ -6,9 +6,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning import CallTurn, CostEstimate, QueuedUnit, choose_batch, split_cost
+from encoder_pool.planning import CostEstimate, QueuedUnit, choose_batch, split_cost
 from encoder_pool.planning.batcher import is_fusing_worthwhile, place_in_line
-from fabric.contracts import MmHash, UnitKey
+from fabric.contracts import CallTurn, MmHash, UnitKey
 
 SECONDS_PER_COST = 0.01
 PATIENCE = 4.0

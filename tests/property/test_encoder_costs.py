@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning import CallTurn, ForwardCosts, QueuedUnit, choose_batch
+from encoder_pool.planning import ForwardCosts, QueuedUnit, choose_batch
 from encoder_pool.planning.batcher import is_alike
-from fabric.contracts import MmHash, UnitKey
+from fabric.contracts import CallTurn, MmHash, UnitKey
 
 COST = 1024
 """This is the number of patches of a picture of 448 x 448, and of every tile of a model with fixed tiles."""

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from encoder_pool.planning import CallTurn, DecodeLine, DecodeRoom, EncodeJob, EncodeJobs, waiter_of
+from encoder_pool.planning import DecodeLine, DecodeRoom, EncodeJob, EncodeJobs, waiter_of
 from encoder_pool.planning.encode_job import Phase
-from fabric.contracts import Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId, UnitKey
+from fabric.contracts import CallTurn, Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId, UnitKey
 from modalities.family import EncoderInput
 
 PASSED_S = 3.0

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning.call_queue import CallQueue
-from encoder_pool.planning.encode_job import Rank
+from fabric.contracts import Rank
 
 FILM_UNITS = 60
 """A video has this many units: 120 frames with two to a temporal patch."""

@@ -1,5 +1,6 @@
 """Simulates one encoder on a clock of plain numbers, with the real `EncodeJobs` and batcher: decoding takes no time,
-and a forward pass takes as long as its cost says."""
+and a forward pass takes as long as its cost says. A `PredictedLine` also predicts the wait of each arrival, as a router
+does."""
 
 from __future__ import annotations
 
@@ -9,8 +10,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from encoder_pool.planning import CallTurn, CostEstimate, EncodeJobs, EncodeWaiter, choose_batch, waiter_of
-from fabric.contracts import Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId, UnitKey
+from encoder_pool.planning import CostEstimate, EncodeJobs, EncodeWaiter, ForwardCosts, choose_batch, waiter_of
+from fabric.contracts import (
+    NUM_BINS,
+    CallTurn,
+    Destination,
+    EncodeRequest,
+    MediaItem,
+    MemberId,
+    MmHash,
+    QueueState,
+    RequestId,
+    UnitKey,
+    add_work,
+    key_of,
+    wait_s,
+)
 from modalities.family import EncoderInput
 
 PATIENCE = 4.0
@@ -77,6 +92,9 @@ class Line:
         self._jobs.decoded(job, [EncoderInput(arrival.modality, PIXELS, (1, 1, 1))] * len(units))
         self._name_to_waiter[arrival.name] = waiter
 
+    def _started(self, keys: Sequence[UnitKey], seconds: float) -> None:
+        """Is called when a forward pass over these units has begun."""
+
     def _forward(self) -> None:
         estimate = CostEstimate(SECONDS_PER_COST, self.overhead_s)
         batch = choose_batch(self._jobs.queued_units(), self.max_batch_cost, lambda _: estimate)
@@ -85,6 +103,7 @@ class Line:
         for key in keys:
             self._jobs.forward_started(key)
         self.forwards.append((self.now_s, self.now_s + seconds, keys))
+        self._started(keys, seconds)
         self.now_s += seconds
         self._jobs.served(keys, seconds, self.now_s)
         for key in keys:
@@ -95,3 +114,47 @@ class Line:
                     self._jobs.leave(waiter)
                     del self._name_to_waiter[waiter.item.mm_hash]
             self._jobs.forward_ended(key)
+
+
+@dataclass
+class PredictedLine(Line):
+    """Predicts each arrival's wait from the report at the start of the running pass, and from the arrivals since."""
+
+    name_to_wait_s: dict[str, float] = field(default_factory=dict)
+    name_to_fifo_s: dict[str, float] = field(default_factory=dict)
+    """Holds what the wait would be if the encoder served its calls in the order of their arrival."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._costs = ForwardCosts()
+        for cost in (1, 101):
+            self._costs.observe("image", cost, self.overhead_s + cost * SECONDS_PER_COST)
+        self._report: QueueState | None = None
+
+    @property
+    def name_to_actual_s(self) -> dict[str, float]:
+        """Maps each arrival to the time until its first unit was in a forward pass."""
+        name_to_start_s: dict[str, float] = {}
+        for start_s, _, units in self.forwards:
+            for unit in units:
+                name_to_start_s.setdefault(unit.mm_hash, start_s)
+        return {arrival.name: name_to_start_s[arrival.name] - arrival.at_s for arrival in self.arrivals}
+
+    def _passes_s(self, modality: str, cost: int, num_units: int) -> float:
+        return self._costs.passes_s("image", cost, num_units, self.max_batch_cost)
+
+    def _started(self, keys: Sequence[UnitKey], seconds: float) -> None:
+        self._report = self._jobs.queue_state(keys, self._passes_s, self.now_s)
+        self._profile = list(self._report.profile)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        start_s, end_s = self.forwards[-1][:2] if self.forwards else (0.0, 0.0)
+        self.name_to_wait_s[arrival.name] = self.name_to_fifo_s[arrival.name] = 0.0
+        if self._report is not None and arrival.at_s < end_s:
+            age_s, left_s = arrival.at_s - start_s, end_s - start_s
+            key = key_of(arrival.own_s, PATIENCE, age_s)
+            wait = wait_s(self._profile, left_s, key, age_s, self._report.unit_s)
+            self.name_to_wait_s[arrival.name] = wait
+            self.name_to_fifo_s[arrival.name] = sum(self._profile[:NUM_BINS]) + left_s - age_s
+            add_work(self._profile, arrival.own_s, key)
+        super()._arrive(arrival)

@@ -16,7 +16,6 @@ from encoder_pool.encode_call import Announcer
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning import (
-    CallTurn,
     CostEstimate,
     DecodeLine,
     DecodeRoom,
@@ -34,6 +33,7 @@ from encoder_pool.planning import (
 )
 from fabric.contracts import (
     AttemptId,
+    CallTurn,
     Destination,
     EncodeRequest,
     EncodeResult,

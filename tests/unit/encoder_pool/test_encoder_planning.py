@@ -11,7 +11,6 @@ import pytest
 from encoder_pool.decode_process import check_inputs
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.planning import (
-    CallTurn,
     CostEstimate,
     DecodeLine,
     DecodeRoom,
@@ -30,6 +29,7 @@ from encoder_pool.planning.batcher import ForwardCost, InputSizes
 from encoder_pool.planning.encode_job import Phase
 from encoder_pool.planning.feature_table import FeatureState, advance
 from fabric.contracts import (
+    CallTurn,
     ConfigError,
     Destination,
     EncodeFailed,

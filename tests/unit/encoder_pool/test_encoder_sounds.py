@@ -8,7 +8,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning import (
-    CallTurn,
     DecodeLine,
     DecodeRoom,
     EncodeJob,
@@ -19,7 +18,7 @@ from encoder_pool.planning import (
     waiter_of,
 )
 from encoder_pool.planning.encode_job import Phase
-from fabric.contracts import Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId
+from fabric.contracts import CallTurn, Destination, EncodeRequest, MediaItem, MemberId, MmHash, RequestId
 from modalities.family import EncoderInput, Waveform
 
 WAVEFORM = Waveform(np.zeros(4800, np.float32), 48000, 1600)
