@@ -102,7 +102,7 @@ from fabric.contracts.identity import (
     split_hashes,
     uniform,
 )
-from fabric.contracts.learned_cost import Memory, context_scale_tokens, corrected, weighted_tokens
+from fabric.contracts.learned_cost import MAX_SURPRISE, Memory, context_scale_tokens, corrected, weighted_tokens
 from fabric.contracts.member_reports import (
     ArenaStats,
     DeviceStats,
@@ -111,6 +111,8 @@ from fabric.contracts.member_reports import (
     EngineStats,
     FeatureStats,
     ItemStats,
+    PullTime,
+    PullWindow,
     WorkerReport,
     metrics_of,
 )
@@ -144,6 +146,7 @@ __all__ = [
     "DTYPE_TO_BYTES",
     "EMPTY_PROFILE",
     "KV_HASH_BYTES",
+    "MAX_SURPRISE",
     "NUM_BINS",
     "PROFILE_LENGTH",
     "WEFT_KV",
@@ -205,6 +208,8 @@ __all__ = [
     "PlaceholderRange",
     "PlaneMessage",
     "ProtocolError",
+    "PullTime",
+    "PullWindow",
     "QueueState",
     "QueuedCalls",
     "Rank",

@@ -175,6 +175,24 @@ class FeatureStats(msgspec.Struct, array_like=True):
     ] = 0
 
 
+class PullTime(Wire, frozen=True):
+    """A `PullTime` says how long a worker read from an encoder. Times are seconds since the window's beginning, without
+    the wait for room in the inbox."""
+
+    source: str
+    """Names the encoder's transfer agent."""
+    num_bytes: int
+    start_s: float
+    end_s: float
+
+
+class PullWindow(Wire, frozen=True):
+    """A `PullWindow` is a time in which a worker pulled features without a pause. It lists everything that the worker
+    read in that time, so a reader knows which pulls shared a link."""
+
+    pulls: tuple[PullTime, ...]
+
+
 class WorkerReport(PlaneWire, frozen=True):
     """The worker sends this to routers: its load, its costs and its counters."""
 
@@ -224,6 +242,8 @@ class WorkerReport(PlaneWire, frozen=True):
     ] = 0
     is_lost: bool = False
     """This says that the engine has died: the worker ends its requests and takes no more."""
+    pulls: tuple[PullWindow, ...] = ()
+    """Holds the windows that have ended since the last report."""
 
 
 # ---------------------------------------------------------------- encoders

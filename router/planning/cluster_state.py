@@ -33,12 +33,13 @@ from fabric.contracts import (
 )
 from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
-from router.planning.cost_learning import Learning, StageError
+from router.planning.cost_learning import EstimatorName, Learning, StageError
 from router.planning.kv_room import KvRoom, RoomNeed, WorkerStocks, kv_room
 from router.planning.link_classes import LinkOverride
 from router.planning.member_costs import CommonCosts, CostDefaults, common_costs, common_line
 from router.planning.member_state import EncoderState, InFlight, WorkerState
 from router.planning.route_plan import plan_encoding, plan_route
+from router.planning.saved_costs import SavedCosts
 from router.planning.views import ClusterView, EncoderView, ItemTerms, Line, RoutePlan, RouteQuery, WorkerView
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
@@ -55,7 +56,10 @@ class PlannerSettings:
     tolerance: float = 0.02
     """Workers count as equal if they differ by less than this share of a request's own work."""
     links: tuple[LinkOverride, ...] = ()
-    """Overrides the classes of links that follow from where members run; the first that fits a pair wins."""
+    """These rules replace the classes of links that follow from where members run; the first that fits a pair wins."""
+    estimator: EstimatorName = "ageing"
+    """Chooses how costs are learned: `ageing` trusts old estimates less, and `average` is a plain exponential
+    average."""
     cost_defaults: CostDefaults = CostDefaults()  # noqa: RUF009 (a NamedTuple is immutable)
 
 
@@ -75,7 +79,9 @@ class ClusterState:
         block_size: int,
         rng: random.Random,
         settings: PlannerSettings = PlannerSettings(),
+        saved: SavedCosts | None = None,
     ) -> None:
+        """Creates the state of a cluster without members. `saved` holds the costs that a former run has learned."""
         self._block_size = block_size
         self._rng = rng
         self._settings = settings
@@ -86,7 +92,7 @@ class ClusterState:
         up."""
         self._features = FeatureIndex(settings.max_index_items)
         scale_tokens = context_scale_tokens(shape.hidden_size)
-        self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links)
+        self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links, settings.estimator, saved)
         self._in_flight = InFlight()
         self._member_to_exclusion_end_s: dict[MemberId, float] = {}
         self._member_to_asked_s: dict[MemberId, float] = {}
@@ -101,7 +107,7 @@ class ClusterState:
         old = {state.member.member_id: state.member for state in states}
         left = tuple(m for member_id, m in old.items() if member_id not in new or new[member_id].epoch != m.epoch)
         for member in left:
-            self._forget(member.member_id)
+            self._forget(member)
         gone = {member.member_id for member in left}
         joined = tuple(m for member_id, m in new.items() if member_id not in old or member_id in gone)
         for member in joined:
@@ -244,9 +250,11 @@ class ClusterState:
 
     # ------------------------------------------------------------ learning
 
-    def observe_generate(self, plan: RoutePlan, result: GenerateResult, now: float) -> None:
-        """Corrects the worker's and the links' costs by what the result reports."""
-        self._learning.observe_generate(plan, result, self._workers.get(result.worker_id), self._encoders, now)
+    def observe_generate(self, plan: RoutePlan, result: GenerateResult, now: float, first_token_s: float = 0.0) -> None:
+        """Corrects the worker's costs by what the result reports. `first_token_s` is the time from the dispatch to the
+        arrival of the first token, or 0 if it is unknown."""
+        worker = self._workers.get(result.worker_id)
+        self._learning.observe_generate(plan, result, worker, now, first_token_s)
 
     def observe_encode(self, plan: RoutePlan, result: EncodeResult, now: float) -> None:
         """Corrects the encoder's costs, and ends the encoder's share of the attempt."""
@@ -261,6 +269,10 @@ class ClusterState:
         """Returns the schemes of the workers, each once: a query must hold the hashes of these."""
         schemes = (state.member.kv_scheme for state in self._workers.values())
         return tuple(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
+
+    def learned(self, now: float, wall_s: float) -> SavedCosts:
+        """Returns the learned costs that another run can begin with; `wall_s` is the present wall time."""
+        return self._learning.saved(now, wall_s)
 
     def prefix_stats(self) -> IndexStats:
         """Returns the sums over the indexes of all schemes."""
@@ -281,6 +293,7 @@ class ClusterState:
         if state is None or not state.freshness.accept(report.epoch, report.seq, now):
             return ()
         state.take(report, now)
+        self._learning.observe_report(report, now)
         self._in_flight.acknowledge(report.worker_id, report.acknowledged)
         return self._ask_unless(self._prefixes(state.member).is_in_step(report.worker_id), report.worker_id, now)
 
@@ -355,7 +368,9 @@ class ClusterState:
                 encoder_to_cached[encoder_id] = encoder_to_cached.get(encoder_id, frozenset()) | {mm_hash}
         return encoder_to_cached
 
-    def _forget(self, member_id: MemberId) -> None:
+    def _forget(self, member: Member) -> None:
+        member_id = member.member_id
+        self._learning.forget(member)
         if (state := self._workers.pop(member_id, None)) is not None:
             self._prefixes(state.member).remove_worker(member_id)
         self._encoders.pop(member_id, None)

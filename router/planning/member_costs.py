@@ -1,22 +1,24 @@
 """Keeps what the work of a member costs, as the router learns it. A `LinearCost` is a straight line `base_s +
 per_unit_s * x` that starts from an anchor (a default, or what the member measured itself and reports) and that
-responses correct. An `AgeingCost` adds the age of what was learned, and an `EncoderCost` holds ageing costs by
-modality, because a patch of a video and a mel frame of a sound take different times.
+responses correct. Two estimators learn one stage of one member: `AgeingCost`, which adds the age of what was learned,
+and `ExponentialAverage`, which is the simplest one that could do. An `EncoderCost` holds an estimator for each modality
+and stage, because a patch of a video and a mel frame of a sound take different times.
 
 The longer ago the router learned the cost of a member, the less it trusts that cost, and the more it uses the common
 cost of the member's kind instead (`common_line`, `believed`). Differences between members that lie within the noise of
-measuring count as zero; otherwise one of two equal members would always get every request.
+measuring count as zero; otherwise one of two equal members would always get every request. `cost_columns` does the same
+for all members at once.
 
 The caller passes the time in. The module knows nothing of queues, of scores, or of the members themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import exp, exp2, inf, log
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from fabric.contracts import EncoderReport, corrected
+from fabric.contracts import MAX_SURPRISE, EncoderReport, corrected
 from router.planning.link_classes import LinkClass
 from router.planning.views import EncoderCosts, Line
 
@@ -26,6 +28,7 @@ class CostDefaults(NamedTuple):
     because the costs are corrected."""
 
     prefill: Line = Line(base_s=5e-3, per_unit_s=1e-4)
+    delivery: Line = Line(base_s=2e-3, per_unit_s=0.0)
     decode: Line = Line(base_s=2e-3, per_unit_s=2e-6)
     device_prepare: Line = Line(base_s=0.0, per_unit_s=0.0)
     encode: Line = Line(base_s=2e-3, per_unit_s=2e-5)
@@ -61,9 +64,61 @@ CONFIRMED = 1.5
 NOISE = 0.2
 """This is the logarithm of a factor. A member whose cost differs from the common one by less than this factor counts as
 equal to its kind; from twice this logarithm on, its own cost counts in full."""
-_LEAST_TRUST = 1e-9
+LEAST_TRUST = 1e-9
 """The trust never falls below this value once there is evidence. So when all estimates are old, the least old ones
 still count most."""
+
+
+class CostEstimator(Protocol):
+    """A `CostEstimator` learns one stage of one member."""
+
+    @property
+    def line(self) -> Line:
+        """Returns the line as it was learned, however long ago that was."""
+        ...
+
+    @property
+    def is_measured(self) -> bool:
+        """Tells whether the member reports its own measurements of the stage."""
+        ...
+
+    @property
+    def evidence(self) -> Evidence: ...
+
+    def estimate(self, now: float) -> Estimate: ...
+
+    def observe(self, x: float, actual_s: float, now: float) -> None:
+        """Corrects the line by an observation: `x` units took `actual_s` seconds. Values that carry no information are
+        ignored."""
+        ...
+
+    def anchor(self, measured: Line, now: float) -> None:
+        """Takes the line that the member itself reports. A slope that is not positive means "not known yet" and is
+        ignored."""
+        ...
+
+
+class Evidence(NamedTuple):
+    """`Evidence` says how the trust in an estimate develops: it halves in each `half_life_s` after `at_s`. Without any
+    evidence (`at_s` is None), it stays at `start_trust`."""
+
+    at_s: float | None
+    half_life_s: float
+    start_trust: float
+
+    def trust(self, now: float) -> float:
+        """Returns the trust, in [0, 1]."""
+        if self.at_s is None:
+            return self.start_trust
+        return max(LEAST_TRUST, exp2(-max(0.0, now - self.at_s) / self.half_life_s))
+
+
+CostListener = Callable[[CostEstimator], None]
+"""Is called after each change of an estimator."""
+
+
+def ignore_change(_: CostEstimator) -> None:
+    pass
 
 
 class AgeingCost:
@@ -74,10 +129,12 @@ class AgeingCost:
     some half-lives, it gets a request, and the result of that request counts. A member that really is slow is found
     slow again, and each time the estimate is trusted twice as long."""
 
-    def __init__(self, start: Line) -> None:
+    def __init__(self, start: Line, start_trust: float = 0.0, changed: CostListener = ignore_change) -> None:
+        """Begins with a line that is trusted by `start_trust` until there is evidence."""
         self._cost = LinearCost(start)
-        self._age = Age()
+        self._age = Age(start_trust)
         self._reported: Line | None = None
+        self._changed = changed
 
     @property
     def line(self) -> Line:
@@ -87,6 +144,10 @@ class AgeingCost:
     @property
     def is_measured(self) -> bool:
         return self._cost.is_measured
+
+    @property
+    def evidence(self) -> Evidence:
+        return self._age.evidence
 
     def estimate(self, now: float) -> Estimate:
         return Estimate(self._cost.line, self._age.trust(now))
@@ -101,6 +162,7 @@ class AgeingCost:
         gain = 1.0 - (1.0 - LEARNING_RATE) * self._age.trust(now)
         self._cost.observe(x, actual_s, gain)
         self._age.renew(now, is_confirmed)
+        self._changed(self)
 
     def anchor(self, measured: Line, now: float) -> None:
         """Takes the line that the member itself reports. A line that equals the one of its last report is no news and
@@ -112,6 +174,7 @@ class AgeingCost:
         self._cost.anchor(measured)
         if self._cost.is_measured:
             self._age.renew(now, _are_alike(before, self._cost.line))
+        self._changed(self)
 
 
 class Estimate(NamedTuple):
@@ -124,15 +187,18 @@ class Estimate(NamedTuple):
 class Age:
     """Keeps the time of the last evidence about a member, and the half-life with which the trust in it falls."""
 
-    def __init__(self) -> None:
+    def __init__(self, start_trust: float = 0.0) -> None:
         self._at_s: float | None = None
         self._half_life_s = HALF_LIFE_S
+        self._start_trust = start_trust
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self._at_s, self._half_life_s, self._start_trust)
 
     def trust(self, now: float) -> float:
-        """Returns the trust, in [0, 1]. It is 0 before the first evidence and 1 at the moment of the last."""
-        if self._at_s is None:
-            return 0.0
-        return max(_LEAST_TRUST, exp2(-max(0.0, now - self._at_s) / self._half_life_s))
+        """Returns the trust, in [0, 1]. It is 1 at the moment of the last evidence."""
+        return self.evidence.trust(now)
 
     def renew(self, now: float, is_confirmed: bool) -> None:
         """Records new evidence. If the trust had fallen below one half and the evidence confirms the estimate, the
@@ -146,7 +212,7 @@ class Age:
 
 def _are_alike(before: Line, after: Line) -> bool:
     """Returns whether both lines predict about the same cost for a small and for a large amount."""
-    return all(1.0 / CONFIRMED <= after.at(x) / before.at(x) <= CONFIRMED for x in (1.0, 1000.0))
+    return before != ZERO and all(1.0 / CONFIRMED <= after.at(x) / before.at(x) <= CONFIRMED for x in (1.0, 1000.0))
 
 
 def common_line(estimates: Iterable[Estimate]) -> Line | None:
@@ -206,10 +272,15 @@ MAX_CORRECTION = 1e4
 
 class LinearCost:
     """A `LinearCost` is a line that observations correct (`fabric.contracts.learned_cost`), within bounds of its
-    anchor."""
+    anchor.
+
+    A surprise counts in full only if the observation before it was a surprise in the same direction. So a single pause
+    of seconds moves the line by a tenth at most, while a true change gets through one observation later."""
 
     def __init__(self, anchor: Line) -> None:
         self._anchor = anchor
+        self._last_surprise = 0.0
+        """Holds the logarithm of the last observation's actual time over the predicted one."""
         self._is_measured = False
         self._factors = Line(1.0, 1.0)
         """Holds the factors between the anchor and the line, which were learned from responses."""
@@ -226,13 +297,21 @@ class LinearCost:
 
     def observe(self, x: float, actual_s: float, gain: float = LEARNING_RATE) -> None:
         """Corrects the line by an observation: `x` units took `actual_s` seconds. An observation with a negative `x`,
-        or with an `actual_s` that is not positive, carries no information and is ignored."""
+        or with an `actual_s` that is not positive, carries no information and is ignored. From a gain of one half on,
+        as after a silence, the observation counts in full."""
         if x < 0.0:
             return
         old = self._line
         if old == ZERO:
             self._begin(x, actual_s)
             return
+        predicted_s = old.at(x)
+        if 0.0 < actual_s < inf and predicted_s > 0.0:
+            surprise, last = log(actual_s / predicted_s), self._last_surprise
+            self._last_surprise = surprise
+            if gain < 0.5:
+                limit = max(log(CONFIRMED), abs(last) if surprise * last > 0.0 else 0.0)
+                actual_s = predicted_s * exp(min(max(surprise, -limit), limit))
         base_s, per_unit_s = corrected(old, (1.0, x), actual_s, gain)
         self._factors = Line(
             _bounded(self._factors.base_s * (base_s / old.base_s if old.base_s else 1.0)),
@@ -259,7 +338,7 @@ class LinearCost:
         """Begins with the first observation of a cost that was zero, because factors never change a zero. Half of the
         time counts as the base, and half as the slope."""
         if 0.0 < actual_s < inf:
-            self._anchor = Line(0.5 * actual_s, 0.5 * actual_s / x) if x else Line(actual_s, 0.0)
+            self._anchor = Line(0.5 * actual_s, 0.5 * actual_s / x) if x >= 1.0 else Line(actual_s, 0.0)
             self._refresh()
 
     def _refresh(self) -> None:
@@ -282,18 +361,77 @@ def _bounded(factor: float) -> float:
     return min(max(factor, 1.0 / MAX_CORRECTION), MAX_CORRECTION)
 
 
+class ExponentialAverage:
+    """Keeps a member's cost line as the plain exponential average of what was observed, with the interface of
+    `AgeingCost`: an observation moves the line's factor over its anchor by a fixed share, and a report of the member
+    replaces the line. It knows no age, and nothing of outliers except that one observation counts as at most
+    `MAX_SURPRISE` times the prediction."""
+
+    def __init__(self, start: Line, start_trust: float = 0.0, changed: CostListener = ignore_change) -> None:
+        self._line = start
+        self._start_trust = start_trust
+        self._at_s: float | None = None
+        self._is_measured = False
+        self._changed = changed
+
+    @property
+    def line(self) -> Line:
+        return self._line
+
+    @property
+    def is_measured(self) -> bool:
+        return self._is_measured
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self._at_s, inf, self._start_trust)
+
+    def estimate(self, now: float) -> Estimate:
+        return Estimate(self._line, self.evidence.trust(now))
+
+    def observe(self, x: float, actual_s: float, now: float) -> None:
+        if not (0.0 < actual_s < inf and x >= 0.0):
+            return
+        predicted_s = self._line.at(x)
+        if predicted_s <= 0.0:
+            self._line = Line(0.5 * actual_s, 0.5 * actual_s / x) if x >= 1.0 else Line(actual_s, 0.0)
+        else:
+            ratio = min(max(actual_s / predicted_s, 1.0 / MAX_SURPRISE), MAX_SURPRISE)
+            factor = ratio if self._at_s is None else 1.0 + LEARNING_RATE * (ratio - 1.0)
+            self._line = Line(self._line.base_s * factor, self._line.per_unit_s * factor)
+        self._at_s = now
+        self._changed(self)
+
+    def anchor(self, measured: Line, now: float) -> None:
+        if measured.per_unit_s <= 0.0 or measured.base_s < 0.0 or (self._is_measured and measured == self._line):
+            return
+        self._line, self._is_measured, self._at_s = measured, True, now
+        self._changed(self)
+
+
 # ------------------------------------------------------------ the costs of one encoder
 
 GENERAL = ""
 """This is the key of the costs over all modalities, in the mix in which items came."""
 
 
+STAGES = EncoderCosts._fields
+"""Names the stages of an encoder, in the order of `EncoderCosts`."""
+MakeCost = Callable[[str, str, Line], CostEstimator]
+"""Makes the estimator of a modality and stage, which begins with the given line."""
+
+
+def make_ageing_cost(_modality: str, _stage: str, start: Line) -> CostEstimator:
+    return AgeingCost(start)
+
+
 class EncoderCost:
     """Keeps the costs of one encoder, by modality; they start from defaults. A modality of which nothing is known yet
     costs what the encoder's work costs in general."""
 
-    def __init__(self, defaults: EncoderCosts) -> None:
-        self._modality_to_stages = {GENERAL: _stages(defaults)}
+    def __init__(self, defaults: EncoderCosts, make: MakeCost = make_ageing_cost) -> None:
+        self._make = make
+        self._modality_to_stages = {GENERAL: self._stages(GENERAL, defaults)}
 
     def estimates(self, now: float) -> dict[str, StageEstimates]:
         """Returns the estimates for the modalities of which something is known, and for `GENERAL`."""
@@ -326,21 +464,20 @@ class EncoderCost:
 
     def _known(self, modality: str) -> _Stages:
         if modality not in self._modality_to_stages:
-            self._modality_to_stages[modality] = _stages(self.of(GENERAL))
+            self._modality_to_stages[modality] = self._stages(modality, self.of(GENERAL))
         return self._modality_to_stages[modality]
+
+    def _stages(self, modality: str, costs: EncoderCosts) -> _Stages:
+        return _Stages(*(self._make(modality, stage, line) for stage, line in zip(STAGES, costs, strict=True)))
 
 
 class _Stages(NamedTuple):
-    decode: AgeingCost
-    device_prepare: AgeingCost
-    encode: AgeingCost
+    decode: CostEstimator
+    device_prepare: CostEstimator
+    encode: CostEstimator
 
     def estimates(self, now: float) -> StageEstimates:
         return StageEstimates(*(stage.estimate(now) for stage in self))
-
-
-def _stages(costs: EncoderCosts) -> _Stages:
-    return _Stages(*map(AgeingCost, costs))
 
 
 class StageEstimates(NamedTuple):

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from fabric.contracts import AttemptId, EncoderReport, Member, MemberId, MmHash, WorkerReport
 from router.planning.member_costs import (
     GENERAL,
-    AgeingCost,
     CommonCosts,
     CommonStages,
+    CostEstimator,
     EncoderCost,
     Estimate,
     StageEstimates,
@@ -32,11 +32,13 @@ from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
 
 
 class WorkerState:
-    def __init__(self, member: Member, prefill: Line) -> None:
+    def __init__(self, member: Member, prefill: CostEstimator, delivery: CostEstimator) -> None:
         self.member = member
         self.freshness = Freshness()
         self.report: WorkerReport | None = None
-        self.prefill = AgeingCost(prefill)
+        self.prefill = prefill
+        self.delivery = delivery
+        """Costs the request's way to the worker together with the first token's way to the router."""
 
     def take(self, report: WorkerReport, now: float) -> None:
         self.report = report

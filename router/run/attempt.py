@@ -49,6 +49,8 @@ class Attempt:
         self.attempt_id = attempt_id
         self.plan: RoutePlan | None = None
         self.dispatched_at_s = 0.0
+        self.first_token_s = 0.0
+        """Holds the time from the dispatch to the first token of the request; it is 0 until then."""
         self._context = context
         self._prompt = prompt
         self._age = age
@@ -161,7 +163,8 @@ class Attempt:
             raise
         self._trace.extend(result.trace)
         if result.error is None:
-            self._context.cluster.observe_generate(self.plan, result, self._context.clock.now())
+            now, first_token_s = self._context.clock.now(), self.first_token_s
+            self._context.cluster.observe_generate(self.plan, result, now, first_token_s)
         return result
 
     def _worker_failed(self, worker_id: MemberId, error: WeftError) -> None:

@@ -372,7 +372,7 @@ class Account:
             self._first_token_at_s = now
             self._trace.add("first_token", choice=choice)
             plan = attempt.plan
-            actual_s = now - attempt.dispatched_at_s
+            actual_s = attempt.first_token_s = now - attempt.dispatched_at_s
             self._context.metrics.observe_first_token(plan.predicted_ttft_s, plan.lower_bound_s, actual_s)
         elif choice in self._last_token_at_s:
             each_s = (now - self._last_token_at_s[choice]) / num_tokens

@@ -37,8 +37,9 @@ from fabric.contracts import (
     KvScheme,
     KvSnapshot,
     NoCapacity,
+    PullTime,
+    PullWindow,
     StageTimes,
-    TraceEvent,
     split_hashes,
 )
 from router.planning import ClusterState, RoutePlan, RouteQuery
@@ -332,15 +333,12 @@ def test_failures_teach_nothing() -> None:
 def test_transfers_teach_the_class_of_their_link() -> None:
     state = cluster_of(num_workers=1, num_encoders=1)
     request = query(image(0), 10)
-    plan = route(state, request)
-    unit = f"{image(0).mm_hash}:0"
-    trace = (
-        TraceEvent(9.0, "w0", "unit_announced", {"units": [unit, "unknown:0"]}),
-        TraceEvent(9.25, "w0", "unit_landed", {"units": [unit, "unknown:0", "never-announced:0"]}),
-    )
-    for _ in range(40):
-        state.observe_generate(plan, generated(plan, trace=trace), 0.0)
-    assert state.accuracy()["transfer"].num_observations == 40
+    num_bytes = 64 * ROW_BYTES
+    pulls = (PullTime("e0", num_bytes, 0.0, 0.25), PullTime("e0", num_bytes, 1.0, 1.25))
+    for seq in range(20):
+        state.apply(worker_report("w0", seq + 1, pulls=(PullWindow(pulls),)), 0.0)
+        state.apply(worker_report("w0", seq + 1, pulls=(PullWindow(pulls),)), 0.0)
+    assert state.accuracy()["transfer"].num_observations == 40, "an old report teaches nothing"
     links = state.snapshot(request, 0.0).links
     assert links[LinkClass.SAME_HOST].at(64 * ROW_BYTES) == pytest.approx(0.25, rel=0.1)
     assert links[LinkClass.TCP].at(64 * ROW_BYTES) < 0.01
