@@ -30,6 +30,7 @@ from fabric.contracts import (
     KvSnapshot,
     MemberId,
     MmHash,
+    split_hashes,
 )
 
 # ------------------------------------------------------------ the two indexes
@@ -42,6 +43,9 @@ class ApplyResult(Enum):
 
     OK = "ok"
     """The message was applied, or contained in what was applied before."""
+    PARTIAL = "partial"
+    """The message belongs to a snapshot of which further pages are on their way. A page was applied; events are kept,
+    to be applied after the last page. The source is asked again only if the next page does not come."""
     GAP = "gap"
     """The source is not in step, so its snapshot is needed. The events are kept, to be applied after it."""
     STALE = "stale"
@@ -90,17 +94,22 @@ class PrefixIndex:
             self._apply_event(worker_id, event)
         return result
 
-    def load_snapshot(self, snapshot: KvSnapshot) -> ApplyResult:
-        """Replaces the known state of the worker, then applies the kept events. It returns STALE if the snapshot was
-        older than the known state, and GAP if there is a hole among the kept events, so that another snapshot is
-        needed."""
-        worker_id = snapshot.worker_id
+    def load_snapshot(self, page: KvSnapshot) -> ApplyResult:
+        """Applies a page of a snapshot: the first page replaces the known state of the worker, and after the last page
+        the kept events are applied. In between, look-ups know the blocks of the pages that have come. It returns
+        PARTIAL before the last page, STALE if the snapshot was older than the known state, and GAP if a page is missing
+        or if there is a hole among the kept events, so that another snapshot is needed."""
+        worker_id = page.worker_id
         feed = self._feed(worker_id)
-        if feed.restart(snapshot.epoch, snapshot.last_seq) is ApplyResult.STALE:
-            return ApplyResult.STALE
-        self._masks.forget(worker_id)
-        for chain in snapshot.chains:
+        result = feed.turn_page(page.epoch, page.last_seq, page.page, page.is_last)
+        if result in (ApplyResult.STALE, ApplyResult.GAP):
+            return result
+        if page.page == 0:
+            self._masks.forget(worker_id)
+        for chain in page.chains:
             self._apply_event(worker_id, chain)
+        if result is ApplyResult.PARTIAL:
+            return result
         for event in feed.resume():
             self._apply_event(worker_id, event)
         return ApplyResult.OK if feed.is_in_step else ApplyResult.GAP
@@ -151,11 +160,11 @@ class PrefixIndex:
 
     def _apply_event(self, worker_id: MemberId, event: KvEvent) -> None:
         if isinstance(event, BlocksStored):
-            for block in event.hashes:
+            for block in split_hashes(event.hashes):
                 if not self._masks.add(worker_id, block):
                     return  # Without this block, look-ups cannot find its descendants either.
         elif isinstance(event, BlocksRemoved):
-            for block in event.hashes:
+            for block in split_hashes(event.hashes):
                 self._masks.discard(worker_id, block)
         else:
             self._masks.forget(worker_id)
@@ -217,7 +226,7 @@ class FeatureIndex:
         )
 
     def _load(self, feed: EventFeed[_Change], events: FeatureEvents) -> ApplyResult:
-        if feed.restart(events.epoch, events.first_seq) is ApplyResult.STALE:
+        if feed.turn_page(events.epoch, events.first_seq, 0, True) is ApplyResult.STALE:
             return ApplyResult.STALE
         self._masks.forget(events.encoder_id)
         for mm_hash in events.stored:
@@ -248,9 +257,9 @@ class EventFeed(Generic[EventT]):
 
     Events are numbered without holes inside an epoch. After a gap, or from an epoch not seen before, no event can be
     applied until a snapshot says where to start; the feed keeps the events that arrive meanwhile and yields them after
-    the snapshot. It does not know what an event means, and it has no clock: the caller decides when to ask for the
-    snapshot again. `max_buffered` limits the events that are kept while a snapshot is awaited. Beyond it the oldest are
-    dropped, which costs at worst another snapshot.
+    the snapshot, which may come in several pages. It does not know what an event means, and it has no clock: the caller
+    decides when to ask for the snapshot again. `max_buffered` limits the events that are kept while a snapshot is
+    awaited. Beyond it the oldest are dropped, which costs at worst another snapshot.
     """
 
     def __init__(self, max_buffered: int) -> None:
@@ -260,6 +269,8 @@ class EventFeed(Generic[EventT]):
         self._buffer: deque[_Batch[EventT]] = deque()
         self._num_buffered = 0
         self._max_buffered = max_buffered
+        self._next_page: int | None = None
+        """Holds the number of the page that must come next, while a snapshot arrives in pages."""
 
     @property
     def num_buffered(self) -> int:
@@ -281,18 +292,23 @@ class EventFeed(Generic[EventT]):
             return ApplyResult.OK, fresh
         self.is_in_step = False
         self._keep(_Batch(first_seq, events))
-        return ApplyResult.GAP, []
+        return ApplyResult.GAP if self._next_page is None else ApplyResult.PARTIAL, []
 
-    def restart(self, epoch: int, last_seq: int) -> ApplyResult:
-        """Records that a snapshot as of event `last_seq` has come. It returns STALE if the caller must drop the
-        snapshot, and OK if the caller must load it and then apply `resume()`."""
-        if epoch < self.epoch or (epoch == self.epoch and self.is_in_step and last_seq < self._next_seq - 1):
+    def turn_page(self, epoch: int, last_seq: int, page: int, is_last: bool) -> ApplyResult:
+        """Records that a page of a snapshot as of event `last_seq` has come. The caller must load the page if the
+        result is PARTIAL, and must load it and then apply `resume()` if the result is OK. It must drop the page if the
+        result is STALE, or if it is GAP because pages are missing."""
+        if epoch < self.epoch or (epoch == self.epoch and self.is_in_step and (page or last_seq < self._next_seq - 1)):
             return ApplyResult.STALE
         if epoch > self.epoch:
             self._enter(epoch)
+        if page and (page != self._next_page or last_seq != self._next_seq - 1):
+            self._next_page = None
+            return ApplyResult.GAP
         self._next_seq = last_seq + 1
-        self.is_in_step = True
-        return ApplyResult.OK
+        self.is_in_step = is_last
+        self._next_page = None if is_last else page + 1
+        return ApplyResult.OK if is_last else ApplyResult.PARTIAL
 
     def resume(self) -> Iterator[EventT]:
         """Yields the kept events that follow the snapshot. At a hole among them it ends early, keeps the events after
@@ -310,6 +326,7 @@ class EventFeed(Generic[EventT]):
     def _enter(self, epoch: int) -> None:
         self.epoch = epoch
         self.is_in_step = False
+        self._next_page = None
         self._drain()
 
     def _drain(self) -> list[_Batch[EventT]]:

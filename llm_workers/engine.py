@@ -42,6 +42,7 @@ from llm_workers.scheduling import (
     NO_BLOCK,
     NOT_FINITE_TOKEN,
     Arrival,
+    ChainPage,
     Chunk,
     FeatureReference,
     Guide,
@@ -60,6 +61,9 @@ TOKEN_TO_FAILURE: dict[int, WeftError] = {
     BROKEN_GRAMMAR_TOKEN: InvalidRequest("the grammar of the structured output became too complex to be followed"),
 }
 Command = Callable[[Update], None]
+SNAPSHOT_PAGE_BLOCKS = 2048
+"""A turn of the engine adds at most this many blocks of a snapshot to its update, which takes about a millisecond, so
+that a snapshot delays no step for long."""
 
 
 class Engine:
@@ -71,6 +75,8 @@ class Engine:
     ) -> None:
         self._scheduler, self._executor, self._clock, self._on_update = scheduler, executor, clock, on_update
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        self._address_to_pages: dict[str, Iterator[ChainPage]] = {}
+        """Holds the snapshots whose pages have not all been delivered, by the router that asked for them."""
         self._is_idle = True
         self._num_failed_steps = 0
         self._death: WeftError | None = None
@@ -157,7 +163,8 @@ class Engine:
             self._step(plan, started_s, update)
             update.released += self._scheduler.release_unneeded()
         update.needed.extend(self._scheduler.drain_needed())
-        self._rest(not plan.num_sequences and not update.needed)
+        self._add_page(update)
+        self._rest(not plan.num_sequences and not update.needed and not self._address_to_pages)
         self._publish(update)
         return True
 
@@ -218,11 +225,21 @@ class Engine:
             update.released.append(released)
 
     def _snapshot(self, address: str, update: Update) -> None:
-        """Adds a snapshot of the prefix cache to the update. The same update delivers all earlier events before the
-        snapshot."""
+        """Begins a snapshot of the prefix cache. The update of its first page delivers all earlier events before that
+        page."""
+        self._address_to_pages[address] = self._scheduler.kv_snapshot(SNAPSHOT_PAGE_BLOCKS)
+
+    def _add_page(self, update: Update) -> None:
+        """Adds the next page of one snapshot to the update; the routers that wait for pages take turns."""
+        if not self._address_to_pages:
+            return
         self._drain_kv_events(update)
-        last_seq, chains = self._scheduler.kv_snapshot()
-        update.snapshots.append(BlockSnapshot(address, last_seq, chains))
+        address = next(iter(self._address_to_pages))
+        pages = self._address_to_pages.pop(address)
+        page = next(pages)
+        update.snapshots.append(BlockSnapshot(address, *page))
+        if not page.is_last:
+            self._address_to_pages[address] = pages
 
     # ------------------------------------------------------------ a step
 

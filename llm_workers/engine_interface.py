@@ -74,8 +74,9 @@ class WorkerEngine(FeatureEngine, Protocol):
         ...
 
     def request_snapshot(self, address: str) -> None:
-        """Asks for the blocks in the prefix cache, on behalf of the router at `address`. An update answers with a
-        `BlockSnapshot`, and it delivers all earlier events of the cache."""
+        """Asks for the blocks in the prefix cache, on behalf of the router at `address`. Updates answer with the pages
+        of a snapshot, in order (`BlockSnapshot`); the first one delivers all earlier events of the cache. A second
+        request of the same router replaces one whose pages have not all been delivered."""
         ...
 
     def stats(self) -> EngineStats:
@@ -110,9 +111,13 @@ class AbortedSequence(NamedTuple):
 
 
 class BlockSnapshot(NamedTuple):
+    """A `BlockSnapshot` is a page of the snapshot that the router at `address` has asked for (`KvSnapshot`)."""
+
     address: str
     last_seq: int
     chains: Sequence[BlocksStored]
+    page: int = 0
+    is_last: bool = True
 
 
 @dataclass(slots=True)

@@ -314,8 +314,8 @@ class WorkerService:
         epoch = self._reporter.epoch
         if update.kv_events:
             self._routers.broadcast(KvEvents(self._member_id, epoch, update.kv_first_seq, tuple(update.kv_events)))
-        for address, last_seq, chains in update.snapshots:
-            self._plane.send(address, KvSnapshot(self._member_id, epoch, last_seq, tuple(chains)))
+        for address, last_seq, chains, page, is_last in update.snapshots:
+            self._plane.send(address, KvSnapshot(self._member_id, epoch, last_seq, tuple(chains), page, is_last))
 
     # ------------------------------------------------------------ time
 

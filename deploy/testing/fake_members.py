@@ -117,7 +117,7 @@ class FakeWorker:
                 self.heartbeats.append(message)
             case SnapshotRequest(address=address):
                 self.snapshot_requests += 1
-                chains = (BlocksStored(None, tuple(self._chain)),) if self._chain else ()
+                chains = (BlocksStored(None, b"".join(self._chain)),) if self._chain else ()
                 self.plane.send(address, KvSnapshot(self.member_id, 1, self._kv_seq - 1, chains))
         self._news.set()
 
@@ -210,7 +210,7 @@ class FakeWorker:
         hashes = self._hashes(request)
         if not set(hashes) <= self._blocks:
             self._blocks |= set(hashes)
-            events = (BlocksStored(None, tuple(hashes)),)
+            events = (BlocksStored(None, b"".join(hashes)),)
             self.plane.send(request.router_address, KvEvents(self.member_id, 1, self._kv_seq, events))
             self._kv_seq += 1
             self._chain = hashes

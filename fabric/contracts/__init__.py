@@ -117,6 +117,7 @@ from fabric.contracts.member_reports import (
     metrics_of,
 )
 from fabric.contracts.messages import (
+    ANCHOR_STRIDE,
     DTYPE_TO_BYTES,
     AbortAttempt,
     BlocksRemoved,
@@ -143,6 +144,7 @@ from fabric.contracts.messages import (
 )
 
 __all__ = [
+    "ANCHOR_STRIDE",
     "DTYPE_TO_BYTES",
     "EMPTY_PROFILE",
     "KV_HASH_BYTES",

@@ -194,15 +194,28 @@ class AbortAttempt(PlaneWire, frozen=True):
     choices: tuple[int, ...] = ()
 
 
+ANCHOR_STRIDE = 4
+"""An index that saves memory keeps one block of this many: the last of each group, counted from the root."""
+
+
 class BlocksStored(Wire, frozen=True, tag="stored"):
     """Lists blocks that became findable, in chain order. The first one's parent is `parent` (None at the root)."""
 
     parent: BlockHash | None
-    hashes: tuple[BlockHash, ...]
+    hashes: bytes
+    """Holds the blocks' hashes side by side (`split_hashes`)."""
+    depth: int = 0
+    """Counts the blocks ahead of the first one in its chain; it is 0 at the root."""
+    anchor: BlockHash | None = None
+    """This is the deepest block ahead of the first one that ends a group of `ANCHOR_STRIDE` blocks, or None if there is
+    no such block."""
 
 
 class BlocksRemoved(Wire, frozen=True, tag="removed"):
-    hashes: tuple[BlockHash, ...]
+    """Lists blocks that can no longer be found."""
+
+    hashes: bytes
+    """Holds the blocks' hashes side by side."""
 
 
 class BlocksCleared(Wire, frozen=True, tag="cleared"):
@@ -230,13 +243,17 @@ class SnapshotRequest(PlaneWire, frozen=True):
 
 
 class KvSnapshot(PlaneWire, frozen=True):
-    """The worker sends this to the router: every findable block, parents before children, as of event `last_seq`. Later
-    events apply on top of it; earlier ones are dropped."""
+    """The worker sends this to the router: a page of a snapshot. The pages of a snapshot list every findable block as
+    of event `last_seq`, parents before children. Later events apply on top of it; earlier ones are dropped."""
 
     worker_id: MemberId
     epoch: int
     last_seq: int
     chains: tuple[BlocksStored, ...]
+    page: int = 0
+    """This is the number of the page, from 0. Pages arrive in this order; a router that misses one asks for another
+    snapshot."""
+    is_last: bool = True
 
 
 class FeatureEvents(PlaneWire, frozen=True):

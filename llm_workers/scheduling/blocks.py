@@ -19,13 +19,15 @@ content is a hash.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import BlockHash, BlocksRemoved, BlocksStored, KvEvent, SequenceId
+from fabric.contracts import ANCHOR_STRIDE, BlockHash, BlocksRemoved, BlocksStored, KvEvent, SequenceId
 
 NO_NAMES: frozenset[str] = frozenset()
 
@@ -40,6 +42,10 @@ class BlockPool:
         self._block_to_hash: list[BlockHash | None] = [None] * num_blocks
         self._hash_to_block: dict[BlockHash, int] = {}
         self._hash_to_parent: dict[BlockHash, BlockHash | None] = {}
+        """Holds the parents of the findable blocks. Its order has parents before children: a block is added after its
+        parent, and it leaves before its parent leaves."""
+        self._block_to_depth = [0] * num_blocks
+        """Counts the blocks ahead of each findable block in its chain."""
         self._block_to_names: dict[int, frozenset[str]] = {}
         """Holds the names of the side tensors of those findable blocks that carry any."""
         self._queue: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
@@ -127,7 +133,7 @@ class BlockPool:
                 self._forget_hash(block, block_hash)
                 removed.append(block_hash)
         if removed:
-            self._log.append(BlocksRemoved(tuple(removed)))
+            self._log.append(BlocksRemoved(b"".join(removed)))
         return blocks
 
     def empty_one(self) -> int | None:
@@ -137,7 +143,7 @@ class BlockPool:
         block_hash = None if block is None else self._block_to_hash[block]
         if block is not None and block_hash is not None:
             self._forget_hash(block, block_hash)
-            self._log.append(BlocksRemoved((block_hash,)))
+            self._log.append(BlocksRemoved(block_hash))
         return block
 
     def free(self, sequence_id: SequenceId, blocks: SequenceOf[int]) -> None:
@@ -203,20 +209,25 @@ class BlockPool:
     def drain_events(self) -> tuple[int, list[KvEvent]]:
         return self._log.drain()
 
-    def snapshot(self) -> tuple[int, list[BlocksStored]]:
-        """Returns the number of the newest event, and everything that is findable as of that event, parents before
-        children."""
-        return self._log.last_seq, chains_of(self._hash_to_parent)
+    def snapshot(self, page_blocks: int) -> Iterator[ChainPage]:
+        """Returns everything that is findable as of the newest event, parents before children, in pages of at most
+        `page_blocks` blocks. This call copies one dict; each page is made when it is taken from the iterator, and later
+        changes of the pool do not reach it."""
+        return chain_pages(self._log.last_seq, self._hash_to_parent.copy(), page_blocks)
 
     def _log_stored(self, parent: BlockHash | None, hashes: SequenceOf[BlockHash]) -> None:
         if hashes:
-            self._log.append(BlocksStored(parent, tuple(hashes)))
+            self._log.append(stored_chain(parent, hashes, self._depth_below(parent), self._hash_to_parent))
+
+    def _depth_below(self, parent: BlockHash | None) -> int:
+        return 0 if parent is None else self._block_to_depth[self._hash_to_block[parent]] + 1
 
     def _remember_hash(self, block: int, block_hash: BlockHash, parent: BlockHash | None) -> None:
         assert self._block_to_hash[block] is None, f"block {block} is already findable under another hash"
         self._block_to_hash[block] = block_hash
         self._hash_to_block[block_hash] = block
         self._hash_to_parent[block_hash] = parent
+        self._block_to_depth[block] = self._depth_below(parent)
 
     def _name(self, block: int, names: frozenset[str]) -> None:
         if names:
@@ -232,6 +243,7 @@ class BlockPool:
         self._queue.move_to_end(known, last=False)
         self._block_to_hash[block] = block_hash
         self._hash_to_block[block_hash] = block
+        self._block_to_depth[block] = self._block_to_depth[known]
         self._name(block, names)
 
     def _forget_hash(self, block: int, block_hash: BlockHash) -> None:
@@ -319,25 +331,56 @@ class KvEventLog:
         return self._next_seq - len(events), events
 
 
-def chains_of(hash_to_parent: Mapping[BlockHash, BlockHash | None]) -> list[BlocksStored]:
-    """Returns all blocks as chains, parents before children; a run of blocks without a fork is one chain. Blocks whose
-    parent is not among them can't be found by a walk from the root and are left out."""
-    children: dict[BlockHash | None, list[BlockHash]] = {}
-    for block, parent in hash_to_parent.items():
-        children.setdefault(parent, []).append(block)
-    chains: list[BlocksStored] = []
-    heads = deque(_heads(None, children))
-    while heads:
-        parent, block = heads.popleft()
-        run = [block]
-        while len(below := children.get(run[-1], [])) == 1:
-            run.append(below[0])
-        chains.append(BlocksStored(parent, tuple(run)))
-        heads.extend(_heads(run[-1], children))
-    return chains
+class ChainPage(NamedTuple):
+    """A `ChainPage` is a part of a snapshot of all findable blocks as of event `last_seq`."""
+
+    last_seq: int
+    chains: list[BlocksStored]
+    """Lists the blocks as chains, parents before children. The blocks of a chain stand in the order in which they
+    became findable."""
+    number: int
+    is_last: bool
 
 
-def _heads(
-    parent: BlockHash | None, children: Mapping[BlockHash | None, list[BlockHash]]
-) -> Iterable[tuple[BlockHash | None, BlockHash]]:
-    return [(parent, block) for block in children.get(parent, ())]
+def chain_pages(
+    last_seq: int, hash_to_parent: Mapping[BlockHash, BlockHash | None], page_blocks: int
+) -> Iterator[ChainPage]:
+    """Yields all blocks in pages of at most `page_blocks` blocks; there is at least one page. The mapping has parents
+    before children. Blocks whose parent is not in it can't be found by a walk from the root and are left out."""
+    links = iter(hash_to_parent.items())
+    hash_to_depth: dict[BlockHash | None, int] = {None: -1}
+    following = list(islice(links, page_blocks))
+    number = 0
+    while following or not number:
+        page, following = following, list(islice(links, page_blocks))
+        chains: list[BlocksStored] = []
+        head: BlockHash | None = None
+        run: list[BlockHash] = []
+        for block, parent in page:
+            if parent not in hash_to_depth:
+                continue
+            hash_to_depth[block] = hash_to_depth[parent] + 1
+            if run and run[-1] == parent:
+                run.append(block)
+                continue
+            if run:
+                chains.append(stored_chain(head, run, hash_to_depth[head] + 1, hash_to_parent))
+            head, run = parent, [block]
+        if run:
+            chains.append(stored_chain(head, run, hash_to_depth[head] + 1, hash_to_parent))
+        yield ChainPage(last_seq, chains, number, not following)
+        number += 1
+
+
+def stored_chain(
+    parent: BlockHash | None,
+    run: SequenceOf[BlockHash],
+    depth: int,
+    hash_to_parent: Mapping[BlockHash, BlockHash | None],
+) -> BlocksStored:
+    """Returns the event for a run of blocks below `parent`, with `depth` blocks ahead of its first one."""
+    anchor = parent
+    for _ in range(depth % ANCHOR_STRIDE):
+        assert anchor is not None, "a block has fewer blocks ahead of it than its depth says"
+        anchor = hash_to_parent[anchor]
+    return BlocksStored(parent, b"".join(run), depth, anchor)

@@ -15,7 +15,7 @@ sockets, of how `StepPlanner` chooses a step, and no time but the clock that it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
 from copy import copy
 from itertools import repeat
@@ -26,7 +26,6 @@ import numpy.typing as npt
 
 from fabric.contracts import (
     AttemptId,
-    BlocksStored,
     Clock,
     EngineStats,
     GenerateRequest,
@@ -36,7 +35,7 @@ from fabric.contracts import (
     UnitKey,
 )
 from llm_workers.scheduling import scheduler_events as events
-from llm_workers.scheduling.blocks import BlockPool
+from llm_workers.scheduling.blocks import BlockPool, ChainPage
 from llm_workers.scheduling.decode_batch import DecodeBatch
 from llm_workers.scheduling.feature_references import FeatureReference, FeatureReferences, Reads, ReleasedFeature
 from llm_workers.scheduling.scheduler_events import (
@@ -229,9 +228,10 @@ class Scheduler:
         are dropped when no caller drains them, which the receiver sees as a gap."""
         return self._pool.drain_events()
 
-    def kv_snapshot(self) -> tuple[int, list[BlocksStored]]:
-        """Returns the number of the newest event (drained or not), and all findable blocks as of that event."""
-        return self._pool.snapshot()
+    def kv_snapshot(self, page_blocks: int) -> Iterator[ChainPage]:
+        """Returns all findable blocks as of the newest event (drained or not), in pages that are made when they are
+        taken from the iterator."""
+        return self._pool.snapshot(page_blocks)
 
     def empty_block(self) -> int | None:
         """Returns a block that no sequence reads or finds, which the caller may write to until the next step is

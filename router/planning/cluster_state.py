@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -53,6 +54,9 @@ class PlannerSettings:
     """Reports older than this are no longer used."""
     snapshot_retry_s: float = 1.0
     """The router asks again for a snapshot that has not come after this time."""
+    page_wait_s: float = 10.0
+    """While a snapshot comes in pages, the router asks again if no further page has come after this time. It is longer,
+    because a worker sends a page per engine step, and a request in between makes it begin with the first page again."""
     tolerance: float = 0.02
     """Workers count as equal if they differ by less than this share of a request's own work."""
     links: tuple[LinkOverride, ...] = ()
@@ -96,6 +100,8 @@ class ClusterState:
         self._in_flight = InFlight()
         self._member_to_exclusion_end_s: dict[MemberId, float] = {}
         self._member_to_asked_s: dict[MemberId, float] = {}
+        self._member_to_page_s: dict[MemberId, float] = {}
+        """Holds when the latest page came, for members whose snapshot is arriving in pages."""
 
     # ------------------------------------------------------------ membership
 
@@ -143,7 +149,12 @@ class ClusterState:
             return ()
         prefixes = self._prefixes(self._workers[worker_id].member)
         if isinstance(message, KvSnapshot):
-            return self._ask_on_gap(worker_id, prefixes.load_snapshot(message), now)
+            result = prefixes.load_snapshot(message)
+            if result is ApplyResult.PARTIAL:
+                self._member_to_page_s[worker_id] = now
+            else:
+                self._member_to_page_s.pop(worker_id, None)
+            return self._ask_on_gap(worker_id, result, now)
         result = prefixes.apply(worker_id, message.epoch, message.first_seq, message.events)
         return self._ask_on_gap(worker_id, result, now)
 
@@ -295,7 +306,9 @@ class ClusterState:
         state.take(report, now)
         self._learning.observe_report(report, now)
         self._in_flight.acknowledge(report.worker_id, report.acknowledged)
-        return self._ask_unless(self._prefixes(state.member).is_in_step(report.worker_id), report.worker_id, now)
+        is_arriving = now - self._member_to_page_s.get(report.worker_id, -inf) < self._settings.page_wait_s
+        is_in_step = is_arriving or self._prefixes(state.member).is_in_step(report.worker_id)
+        return self._ask_unless(is_in_step, report.worker_id, now)
 
     def _take_encoder_report(self, report: EncoderReport, now: float) -> Sequence[MemberId]:
         state = self._encoders.get(report.encoder_id)
@@ -378,3 +391,4 @@ class ClusterState:
         self._in_flight.forget_member(member_id)
         self._member_to_exclusion_end_s.pop(member_id, None)
         self._member_to_asked_s.pop(member_id, None)
+        self._member_to_page_s.pop(member_id, None)

@@ -24,6 +24,7 @@ from fabric.contracts import (
     StopConditions,
     TokenFrames,
     WorkerLost,
+    split_hashes,
 )
 from fabric.transport.membership import FIRST_HEARTBEAT_S
 
@@ -272,8 +273,8 @@ async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot() -> Non
         numbers = list(itertools.chain(*(range(m.first_seq, m.first_seq + len(m.events)) for m in events)))
         snapshot = r.router.of(KvSnapshot)[1]
         assert numbers == list(range(1, snapshot.last_seq + 1))
-        told = [block for message in events for event in message.events for block in event.hashes]
-        held = [block for chain in snapshot.chains for block in chain.hashes]
+        told = [block for message in events for event in message.events for block in split_hashes(event.hashes)]
+        held = [block for chain in snapshot.chains for block in split_hashes(chain.hashes)]
         num_computed = len(of.token_ids) + result.choices[0].num_tokens - 1
         assert sorted(told) == sorted(held)
         assert len(held) == num_computed // 4

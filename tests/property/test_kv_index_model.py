@@ -16,6 +16,7 @@ from fabric.contracts import (
     KvSnapshot,
     MemberId,
     MmHash,
+    split_hashes,
 )
 from fabric.contracts.messages import BlocksCleared
 from kv_index import ApplyResult, FeatureIndex, PrefixIndex
@@ -25,9 +26,9 @@ BLOCKS = [BlockHash(bytes([number]) * 16) for number in range(24)]
 CHAINS = [BLOCKS[:12], BLOCKS[:4] + BLOCKS[12:18], BLOCKS[:8] + BLOCKS[18:24], BLOCKS[18:24]]
 WORKERS = [MemberId(f"worker-{number}") for number in range(4)]
 
-block_lists = st.lists(st.sampled_from(BLOCKS), max_size=8).map(tuple)
+block_lists = st.lists(st.sampled_from(BLOCKS), max_size=8).map(b"".join)
 chain_pieces = st.tuples(st.sampled_from(CHAINS), st.integers(0, 12), st.integers(0, 12)).map(
-    lambda piece: tuple(piece[0][piece[1] : piece[2]])
+    lambda piece: b"".join(piece[0][piece[1] : piece[2]])
 )
 kv_events: st.SearchStrategy[KvEvent] = st.one_of(
     st.builds(BlocksStored, st.none(), chain_pieces),
@@ -39,9 +40,9 @@ kv_events: st.SearchStrategy[KvEvent] = st.one_of(
 def replay(held: set[BlockHash], events: Sequence[KvEvent]) -> None:
     for event in events:
         if isinstance(event, BlocksStored):
-            held.update(event.hashes)
+            held.update(split_hashes(event.hashes))
         elif isinstance(event, BlocksRemoved):
-            held.difference_update(event.hashes)
+            held.difference_update(split_hashes(event.hashes))
         else:
             held.clear()
 
@@ -103,7 +104,7 @@ class LossyFeed(RuleBasedStateMachine):
 
     @rule(worker=st.sampled_from(WORKERS))
     def send_snapshot(self, worker: MemberId) -> None:
-        chains = (BlocksStored(None, tuple(self.held[worker])),)
+        chains = (BlocksStored(None, b"".join(self.held[worker])),)
         snapshot = KvSnapshot(worker, self.epoch[worker], self.next_seq[worker] - 1, chains)
         self.on_the_way[worker].append(snapshot)
 

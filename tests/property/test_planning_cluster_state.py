@@ -19,7 +19,6 @@ from planning_samples import (
 )
 
 from fabric.contracts import (
-    BlockHash,
     BlocksRemoved,
     BlocksStored,
     EncodeResult,
@@ -47,7 +46,7 @@ worker_names, encoder_names = st.sampled_from(WORKERS), st.sampled_from(ENCODERS
 counts = st.integers(0, 5000)
 three_counts = st.tuples(counts, counts, counts)
 rates = st.sampled_from([0.0, 1e-6, 1e-3, 1.0])
-hashes = st.lists(st.sampled_from(split_hashes(LONG.scheme_to_hashes[SCHEME])), max_size=6).map(tuple)
+hashes = st.lists(st.sampled_from(split_hashes(LONG.scheme_to_hashes[SCHEME])), max_size=6).map(b"".join)
 kv_events = st.lists(
     st.one_of(st.builds(BlocksStored, st.none(), hashes), st.builds(BlocksRemoved, hashes), st.builds(BlocksCleared)),
     max_size=3,
@@ -107,7 +106,7 @@ class AnyOrder(RuleBasedStateMachine):
         self.state.apply(KvEvents(name, epoch, seq, events), self.now)
 
     @rule(name=worker_names, epoch=st.integers(0, 3), seq=st.integers(-1, 9), blocks=hashes)
-    def kv_snapshot(self, name: MemberId, epoch: int, seq: int, blocks: tuple[BlockHash, ...]) -> None:
+    def kv_snapshot(self, name: MemberId, epoch: int, seq: int, blocks: bytes) -> None:
         self.state.apply(KvSnapshot(name, epoch, seq, (BlocksStored(None, blocks),)), self.now)
 
     @rule(name=encoder_names, epoch=st.integers(0, 3), seq=st.integers(-1, 9), stored=items, full=st.booleans())

@@ -15,6 +15,7 @@ import numpy as np
 from paged_fake import PagedFake, positions_of, reference_tokens
 
 from fabric.contracts import (
+    ANCHOR_STRIDE,
     AttemptId,
     BlockHash,
     BlocksRemoved,
@@ -27,6 +28,7 @@ from fabric.contracts import (
     SequenceId,
     UnitKey,
     UnitReady,
+    split_hashes,
 )
 from fabric.transport import LandedFeature
 from llm_workers.features import FeatureStore
@@ -360,23 +362,35 @@ class World:
                 _store(self.index, event)
             else:
                 assert isinstance(event, BlocksRemoved)
-                for block in event.hashes:
+                for block in split_hashes(event.hashes):
                     del self.index[block]
-        last_seq, chains = self.scheduler.kv_snapshot()
-        assert last_seq == self.next_seq - 1
         snapshot: dict[BlockHash, BlockHash | None] = {}
-        for chain in chains:
-            _store(snapshot, chain)
+        for page in self.scheduler.kv_snapshot(page_blocks=3):
+            assert page.last_seq == self.next_seq - 1
+            for chain in page.chains:
+                _store(snapshot, chain)
         assert snapshot == self.index
 
 
 def _store(index: dict[BlockHash, BlockHash | None], chain: BlocksStored) -> None:
     parent = chain.parent
-    for block in chain.hashes:
+    ahead = _path(index, parent)
+    assert chain.depth == len(ahead)
+    assert chain.anchor == (ahead[chain.depth // ANCHOR_STRIDE * ANCHOR_STRIDE - 1] if chain.depth >= 4 else None)
+    for block in split_hashes(chain.hashes):
         assert parent is None or parent in index, "stored before its parent"
         assert block not in index, "stored twice"
         index[block] = parent
         parent = block
+
+
+def _path(index: dict[BlockHash, BlockHash | None], block: BlockHash | None) -> list[BlockHash]:
+    """Returns the blocks from the root to this one."""
+    path: list[BlockHash] = []
+    while block is not None:
+        path.append(block)
+        block = index[block]
+    return path[::-1]
 
 
 def _with_emitted(request: GenerateRequest, emitted: tuple[tuple[int, ...], ...]) -> GenerateRequest:

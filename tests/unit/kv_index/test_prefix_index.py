@@ -15,7 +15,7 @@ def chain(num_blocks: int, seed: int = 0) -> list[BlockHash]:
 
 
 def stored(blocks: list[BlockHash]) -> BlocksStored:
-    return BlocksStored(None, tuple(blocks))
+    return BlocksStored(None, b"".join(blocks))
 
 
 def index_with(**worker_to_blocks: list[BlockHash]) -> PrefixIndex:
@@ -43,9 +43,9 @@ def test_a_prefix_may_end_anywhere_also_where_the_walk_goes_on_in_another_piece(
 def test_a_hole_ends_the_prefix_until_it_is_filled() -> None:
     blocks = chain(30)
     index = index_with(a=blocks)
-    index.apply(MemberId("a"), 1, 1, [BlocksRemoved((blocks[12],))])
+    index.apply(MemberId("a"), 1, 1, [BlocksRemoved(blocks[12])])
     assert index.lookup(blocks) == {"a": 12}
-    index.apply(MemberId("a"), 1, 2, [BlocksStored(blocks[11], (blocks[12],))])
+    index.apply(MemberId("a"), 1, 2, [BlocksStored(blocks[11], blocks[12])])
     assert index.lookup(blocks) == {"a": 30}
 
 

@@ -12,6 +12,8 @@ from scheduling_cases import reference
 
 from fabric.contracts import (
     AttemptId,
+    BlockHash,
+    BlocksStored,
     EngineFailed,
     GenerateRequest,
     InvalidRequest,
@@ -22,12 +24,15 @@ from fabric.contracts import (
     ProtocolError,
     RequestId,
     SamplingParams,
+    SequenceId,
     StopConditions,
     SystemClock,
     UnitKey,
     WeftError,
     WorkerLost,
+    split_hashes,
 )
+from llm_workers import engine
 from llm_workers.engine import MAX_FAILED_STEPS, PROBE_ID, Engine, is_device_error, probe_plan
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import (
@@ -173,6 +178,34 @@ def test_requests_run_to_their_end_and_leave_nothing(watched: Watched) -> None:
     assert snapshot.last_seq == len(stored)
 
 
+def test_snapshots_come_in_pages_that_share_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two routers ask while the engine is idle, and one of them asks again before its last page."""
+    monkeypatch.setattr(engine, "SNAPSHOT_PAGE_BLOCKS", 2)
+    watched = Watched()
+    pool, owner = watched.engine._scheduler._pool, SequenceId(RequestId("x"), 0, 0)
+    chain = [BlockHash(bytes([number]) * 16) for number in range(5)]
+    blocks = pool.allocate(owner, 5)
+    pool.publish(owner, None, blocks, chain)
+    pool.free(owner, blocks)
+    for address in ("one", "two", "one"):
+        watched.engine.request_snapshot(address)
+    watched.engine.start()
+    watched.until(lambda: sum(len(update.snapshots) for update in watched.seen) == 6)
+    watched.engine.stop()
+    assert all(len(update.snapshots) == 1 for update in watched.seen)
+    pages = [page for update in watched.seen for page in update.snapshots]
+    assert [page.address for page in pages] == ["one", "two"] * 3
+    for address in ("one", "two"):
+        mine = [page for page in pages if page.address == address]
+        assert [(page.page, page.is_last, page.last_seq) for page in mine] == [
+            (0, False, 1),
+            (1, False, 1),
+            (2, True, 1),
+        ]
+        assert b"".join(stored.hashes for page in mine for stored in page.chains) == b"".join(chain)
+    assert watched.seen[0].kv_events == [BlocksStored(None, b"".join(chain))]
+
+
 def test_one_poisoned_request_ends_alone(watched: Watched) -> None:
     watched.executor.broken, watched.executor.infinite = {"b"}, {"d"}
     for name in "abcd":
@@ -274,7 +307,7 @@ def test_a_chunk_that_is_not_finite_is_not_found_though_nothing_was_drawn_from_i
         (update,) = [update for update in watched.seen if update.failed]
         assert update.distrusted == [UNIT]
         assert [released.unit for released in watched.released()] == [UNIT]
-        stored = [block for u in watched.seen for event in u.kv_events for block in event.hashes]
+        stored = [block for u in watched.seen for event in u.kv_events for block in split_hashes(event.hashes)]
         assert len(stored) == 2
         watched.executor.not_finite = {}
         watched.engine.add(request("b"), POSITIONS)

@@ -13,7 +13,6 @@ from router_chats import chat, expected, image, read
 
 from deploy.testing import FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
 from fabric.contracts import (
-    BlockHash,
     BlocksStored,
     EncodeCost,
     EncoderReport,
@@ -230,7 +229,7 @@ async def test_the_sizes_of_the_indexes_are_told() -> None:
             assert (of("keys", index), of("refused", index)) == (0, 0)
 
         def stored(name: bytes) -> BlocksStored:
-            return BlocksStored(None, (BlockHash(name * 16),))
+            return BlocksStored(None, name * 16)
 
         def tell(seq: int, *events: BlocksStored) -> None:
             worker.plane.send(cluster.plane.address, KvEvents(worker.member_id, 1, seq, events))

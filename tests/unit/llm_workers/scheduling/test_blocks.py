@@ -12,6 +12,10 @@ from llm_workers.scheduling.blocks import KvEventLog
 A, B = sequence_id("a"), sequence_id("b")
 
 
+def joined(text: str) -> bytes:
+    return b"".join(hashes(text))
+
+
 def hashes(text: str) -> list[BlockHash]:
     return [BlockHash(letter.encode() * 16) for letter in text]
 
@@ -55,7 +59,7 @@ def test_blocks_without_content_go_first_then_the_oldest_tail() -> None:
     assert pool.drain_events()[1] == []
     assert set(plain).isdisjoint(first + second)
     assert pool.allocate(A, 3) == [first[1], first[0], second[1]]
-    assert pool.drain_events()[1] == [BlocksRemoved((*hashes("yx"), *hashes("v")))]
+    assert pool.drain_events()[1] == [BlocksRemoved(joined("yxv"))]
     assert pool.lookup(hashes("uv")) == [second[0]]
 
 
@@ -77,7 +81,7 @@ def test_equal_content_is_kept_once() -> None:
     assert pool.num_used == 3
     pool.check_invariants({A: first, B: second})
     events = pool.drain_events()[1]
-    assert events == [BlocksStored(None, tuple(hashes("xy"))), BlocksStored(hashes("x")[0], tuple(hashes("z")))]
+    assert events == [BlocksStored(None, joined("xy")), BlocksStored(hashes("x")[0], joined("z"), 1)]
 
 
 def test_event_numbers_are_consecutive_and_show_what_was_dropped() -> None:
@@ -89,10 +93,7 @@ def test_event_numbers_are_consecutive_and_show_what_was_dropped() -> None:
         parent = hashes(letter)[0]
     first_seq, events = pool.drain_events()
     assert first_seq == 2
-    assert [event.hashes for event in events if isinstance(event, BlocksStored)] == [
-        tuple(hashes("b")),
-        tuple(hashes("c")),
-    ]
+    assert [event.hashes for event in events if isinstance(event, BlocksStored)] == [joined("b"), joined("c")]
     assert pool.drain_events() == (4, [])
 
 
@@ -100,14 +101,34 @@ def test_snapshot_has_parents_before_children() -> None:
     pool = BlockPool(8)
     stored(pool, A, "abc")
     stored(pool, B, "abde")
-    last_seq, chains = pool.snapshot()
-    assert last_seq == 2
-    b = hashes("b")[0]
-    assert chains == [
-        BlocksStored(None, tuple(hashes("ab"))),
-        BlocksStored(b, tuple(hashes("c"))),
-        BlocksStored(b, tuple(hashes("de"))),
-    ]
+    (page,) = pool.snapshot(page_blocks=10)
+    assert (page.last_seq, page.number, page.is_last) == (2, 0, True)
+    assert page.chains == [BlocksStored(None, joined("abc")), BlocksStored(hashes("b")[0], joined("de"), 2)]
+
+
+def test_a_snapshot_comes_in_pages_and_later_changes_do_not_reach_it() -> None:
+    pool = BlockPool(16)
+    first = stored(pool, A, "abcdefg")
+    pages = pool.snapshot(page_blocks=3)
+    c, f, d = hashes("c")[0], hashes("f")[0], hashes("d")[0]
+    assert next(pages) == (1, [BlocksStored(None, joined("abc"))], 0, False)
+    pool.free(A, first)
+    pool.allocate(B, 16)
+    assert next(pages) == (1, [BlocksStored(c, joined("def"), 3)], 1, False)
+    assert next(pages) == (1, [BlocksStored(f, joined("g"), 6, d)], 2, True)
+    assert next(pages, None) is None
+    assert list(pool.snapshot(page_blocks=3)) == [(2, [], 0, True)]
+
+
+def test_events_name_the_depth_and_the_last_block_of_the_group_ahead() -> None:
+    pool = BlockPool(16)
+    chain = "abcdefghij"
+    for index, letter in enumerate(chain):
+        stored(pool, A, letter, hashes(chain[index - 1])[0] if index else None)
+    events = pool.drain_events()[1]
+    assert [event.depth for event in events] == list(range(10))
+    d, h = hashes("d")[0], hashes("h")[0]
+    assert [event.anchor for event in events] == [None] * 4 + [d] * 4 + [h] * 2
 
 
 def test_reclaimable_counts_what_others_do_not_share() -> None:

@@ -22,7 +22,7 @@ from planning_samples import (
 
 from fabric.contracts import (
     WEFT_KV,
-    BlockHash,
+    BlocksRemoved,
     BlocksStored,
     ChoiceResult,
     EncodeCost,
@@ -40,9 +40,8 @@ from fabric.contracts import (
     PullTime,
     PullWindow,
     StageTimes,
-    split_hashes,
 )
-from router.planning import ClusterState, RoutePlan, RouteQuery
+from router.planning import ClusterState, PlannerSettings, RoutePlan, RouteQuery
 from router.planning.link_classes import LinkClass
 from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.views import Line
@@ -62,8 +61,8 @@ def route(state: ClusterState, request: RouteQuery, now: float = 0.0) -> RoutePl
     return plan
 
 
-def blocks_of(request: RouteQuery) -> tuple[BlockHash, ...]:
-    return tuple(split_hashes(request.scheme_to_hashes[SCHEME]))
+def blocks_of(request: RouteQuery) -> bytes:
+    return request.scheme_to_hashes[SCHEME]
 
 
 def knows_prompt(state: ClusterState, name: str, request: RouteQuery, now: float = 0.0) -> None:
@@ -83,12 +82,38 @@ def test_workers_of_several_schemes_are_looked_up_in_their_own() -> None:
     hashes = request.scheme_to_hashes[SCHEME]
     request = replace(request, scheme_to_hashes={SCHEME: hashes, coarse: hashes[-32:], other: b""})
     for name, blocks in {"w0": hashes[:48], "w1": hashes[-32:-16], "w2": hashes, "w3": hashes}.items():
-        state.apply(KvSnapshot(name, 1, 0, (BlocksStored(None, tuple(split_hashes(blocks))),)), 0.0)
+        state.apply(KvSnapshot(name, 1, 0, (BlocksStored(None, blocks),)), 0.0)
     covered = {each.worker_id: each.covered_blocks for each in state.snapshot(request, 0.0).workers}
     assert covered == {"w0": 3, "w1": 4, "w2": 0, "w3": 0}
     assert state.prefix_stats().num_keys == 3 + 1 + 10 + 10
     state.update_members([worker_member("w0")])
     assert state.kv_schemes() == (SCHEME,)
+
+
+def test_a_snapshot_in_pages_is_asked_again_only_when_a_page_is_lost_or_late() -> None:
+    state, hashes = cluster_of(), blocks_of(query(10 * BLOCK_SIZE))
+    retry_s, wait_s = PlannerSettings().snapshot_retry_s, PlannerSettings().page_wait_s
+
+    def page(number: int, is_last: bool = False) -> KvSnapshot:
+        parent = hashes[32 * number - 16 : 32 * number] if number else None
+        chain = BlocksStored(parent, hashes[32 * number : 32 * number + 32], 2 * number)
+        return KvSnapshot("w0", 1, 3, (chain,), number, is_last)
+
+    assert state.apply(worker_report("w0", 1), 0.0) == ("w0",)
+    assert state.apply(page(0), 0.1) == ()
+    assert state.apply(KvEvents("w0", 1, 4, (BlocksRemoved(hashes[48:64]),)), 0.2) == ()
+    assert state.apply(worker_report("w0", 2), 0.1 + 2 * retry_s) == ()
+    assert state.snapshot(query(10 * BLOCK_SIZE), 0.3).workers[0].covered_blocks == 2
+    assert state.apply(page(1, is_last=True), 0.1 + wait_s) == ()
+    assert state.snapshot(query(10 * BLOCK_SIZE), 0.3).workers[0].covered_blocks == 3
+    now = 100.0
+    assert state.apply(KvEvents("w0", 1, 9, ()), now) == ("w0",)
+    assert state.apply(page(0), now) == ()
+    assert state.apply(page(2), now + retry_s / 2) == (), "it has asked already"
+    assert state.apply(worker_report("w0", 3), now + retry_s) == ("w0",)
+    assert state.apply(msgspec.structs.replace(page(0), last_seq=8), now + retry_s) == ()
+    assert state.apply(worker_report("w0", 4), now + retry_s + 0.9 * wait_s) == ()
+    assert state.apply(worker_report("w0", 5), now + retry_s + wait_s) == ("w0",)
 
 
 def generated(plan: RoutePlan, **changes: Any) -> GenerateResult:
