@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from copy import copy
 
@@ -82,7 +82,7 @@ class EncoderService:
         self._epoch = epoch
         self._log = FeatureLog(member_id, epoch)
         self._table = FeatureTable(source, clock, config.lease_s, self._log)
-        self._routers = RouterTable(plane, clock)
+        self._routers = RouterTable(plane, clock, REPORT_SPACING_S)
         self._reporter = EncoderReporter(plane, self._log, self._routers)
         self._spectrograms = load_spectrograms(config, family)
         max_raw_cost = config.max_batch_cost if self._spectrograms else 0
@@ -141,10 +141,8 @@ class EncoderService:
         """
         if not self._is_open:
             raise EncoderLost("the encoder is not serving")
-        try:
-            return await self._pipeline.encode(request, media)
-        finally:
-            self._reporter.attempt_ended(AttemptId(request.request_id, request.attempt))
+        self._routers.received(request.router_id, AttemptId(request.request_id, request.attempt))
+        return await self._pipeline.encode(request, media)
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Takes the directory's newest view. For members that have left, workers lose their leases and what was to be
@@ -169,8 +167,7 @@ class EncoderService:
         return encoder_report(
             self._member_id,
             self._epoch,
-            self._reporter.seq + 1,
-            self._reporter.acknowledged(self._pipeline.live_attempts()),
+            self._reporter.next_seq(),
             self._pipeline,
             self._table,
             self._config.max_items_in_flight,
@@ -213,7 +210,9 @@ class EncoderService:
             self._router_left(router_id)
         self._pipeline.end_overdue()
         self._pipeline.pump()
-        self._publish()
+        self._reporter.publish_events()
+        if self._routers.needs(self.report()):
+            self._changed()
 
     def check_invariants(self) -> None:
         self._table.check_invariants()
@@ -246,7 +245,7 @@ class EncoderService:
             case RouterHeartbeat():
                 if self._routers.heartbeat(message):
                     self._reporter.send_snapshot(message.address)
-                    self._changed()
+                    self._routers.send_report_to(message.router_id, self.report())
             case AbortAttempt(choices=()):
                 self._abort(AttemptId(message.request_id, message.attempt))
             case AbortAttempt():
@@ -278,35 +277,31 @@ class EncoderService:
     def _changed(self) -> None:
         """Schedules a report; further changes until then are in the same report."""
         if self._is_open and self._flush is None:
-            self._flush = asyncio.get_running_loop().call_later(REPORT_SPACING_S, self._publish)
+            wait_s = max(REPORT_SPACING_S, self._routers.report_wait_s())
+            self._flush = asyncio.get_running_loop().call_later(wait_s, self._publish)
 
     def _publish(self) -> None:
         if self._flush is not None:
             self._flush.cancel()
             self._flush = None
         self._reporter.publish_events()
-        self._reporter.publish_report(self.report())
+        self._routers.send_report(self.report())
 
 
 class EncoderReporter:
-    """Sends one encoder's reports, and the changes of its cache, to all routers that it knows. It knows nothing of what
-    the numbers mean; the service passes them in."""
+    """Numbers one encoder's reports, and sends the changes of its cache to all routers that it knows. It knows nothing
+    of what the numbers of a report mean; the service passes them in."""
 
     def __init__(self, plane: Plane, log: FeatureLog, routers: RouterTable) -> None:
         self._plane = plane
         self._log = log
         self._routers = routers
-        self._ended: list[AttemptId] = []
-        self.seq = 0
-        """Holds the sequence number of the last report that was sent."""
+        self._seq = 0
 
-    def attempt_ended(self, attempt_id: AttemptId) -> None:
-        """Makes the next report acknowledge the attempt once more: its work is then included in the numbers, whether it
-        succeeded or not."""
-        self._ended.append(attempt_id)
-
-    def acknowledged(self, live: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
-        return tuple(dict.fromkeys([*live, *self._ended]))
+    def next_seq(self) -> int:
+        """Returns the sequence number of the next report."""
+        self._seq += 1
+        return self._seq
 
     def send_snapshot(self, address: str) -> None:
         """Sends everything that is cached now, after the events that led to it."""
@@ -318,22 +313,16 @@ class EncoderReporter:
         for message in self._log.drain():
             self._routers.broadcast(message)
 
-    def publish_report(self, report: EncoderReport) -> None:
-        self._ended.clear()
-        self.seq = report.seq
-        self._routers.broadcast(report)
-
 
 def encoder_report(
     encoder_id: MemberId,
     epoch: int,
     seq: int,
-    acknowledged: tuple[AttemptId, ...],
     pipeline: Pipeline,
     table: FeatureTable,
     max_in_flight: int,
 ) -> EncoderReport:
-    """Returns the report and changes nothing. Its sums cover the whole life of the parts."""
+    """Returns the report, without acknowledgements, and changes nothing. Its sums cover the whole life of the parts."""
     jobs, device = pipeline.jobs, pipeline.device_queue
     costs, mixed = pipeline.costs, pipeline.costs.mixed()
     queue, decoding = device.queue_state(), pipeline.decode_queue()
@@ -343,7 +332,7 @@ def encoder_report(
         encoder_id=encoder_id,
         epoch=epoch,
         seq=seq,
-        acknowledged=acknowledged,
+        acknowledged=(),
         items=items,
         device=copy(device.stats),
         arena=table.usage(),

@@ -58,6 +58,11 @@ class OpenCalls:
     def of_router(self, router_id: MemberId) -> list[AttemptId]:
         return [key for key, call in self._calls.items() if call.attempt.request.router_id == router_id]
 
+    def router_of(self, attempt_id: AttemptId) -> MemberId | None:
+        """Returns the router of an open attempt, or None if the attempt is not open."""
+        call = self._calls.get(attempt_id)
+        return None if call is None else call.attempt.request.router_id
+
     # ------------------------------------------------------------ begin and end
 
     def open(self, request: GenerateRequest) -> OpenCall:

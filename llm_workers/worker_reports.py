@@ -4,9 +4,9 @@ reports.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from fabric.contracts import AttemptId, EngineStats, FeatureStats, MemberId, WorkerReport
+from fabric.contracts import EngineStats, FeatureStats, KvEvent, KvEvents, MemberId, WorkerReport
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import StepCosts
 from llm_workers.worker_config import WorkerConfig
@@ -29,8 +29,9 @@ class WorkerReporter:
         """Begins with `engine_stats`, which the engine's updates replace, and reads `feature_stats` for each report."""
         self._member_id, self._config = member_id, config
         self._engine_stats, self._feature_stats = engine_stats, feature_stats
-        self._admitted: dict[AttemptId, None] = {}
         self._seq = 0
+        self._kv_first_seq = 0
+        self._kv_events: list[KvEvent] = []
         self.epoch = 0
         """Holds the epoch of this worker's member record, once the record is known."""
         self.costs = StepCosts()
@@ -42,28 +43,31 @@ class WorkerReporter:
         """Takes the update of one turn of the engine."""
         if update.stats is not None:
             self._engine_stats = update.stats
-        for admitted in update.admitted:
-            self._admitted[admitted.attempt] = None
+        if update.kv_events:
+            if not self._kv_events:
+                self._kv_first_seq = update.kv_first_seq
+            self._kv_events += update.kv_events
         if update.step_work is not None:
             self.costs.observe(update.step_work, update.step_s, update.at_s)
         for finished in update.events.finished if update.events is not None else ():
             in_steps_s = finished.times.total_s - finished.times.queue_s
             self._residence_s += (in_steps_s - self._residence_s) * (_NEW_SHARE if self._residence_s else 1.0)
 
-    def forget_ended(self, open_attempts: Iterable[AttemptId]) -> None:
-        """Forgets the admitted attempts that have ended. It is called after a report has gone to all known routers, so
-        these attempts need no further acknowledgement."""
-        still_open = set(open_attempts)
-        self._admitted = {attempt: None for attempt in self._admitted if attempt in still_open}
+    def take_kv_events(self) -> KvEvents | None:
+        """Returns the events of the prefix cache since the last call, or None if there are none."""
+        if not self._kv_events:
+            return None
+        events, self._kv_events = tuple(self._kv_events), []
+        return KvEvents(self._member_id, self.epoch, self._kv_first_seq, events)
 
     def report(self) -> WorkerReport:
-        """Returns the next report. It acknowledges the attempts that were admitted and not forgotten since."""
+        """Returns the next report. `RouterTable` adds the acknowledgements for its receiver."""
         self._seq += 1
         return WorkerReport(
             worker_id=self._member_id,
             epoch=self.epoch,
             seq=self._seq,
-            acknowledged=tuple(self._admitted),
+            acknowledged=(),
             engine=self._engine_stats,
             features=self._feature_stats(),
             prefill_s_per_token=self.costs.s_per_token,

@@ -23,7 +23,6 @@ from fabric.contracts import (
     GenerateRequest,
     GenerateResult,
     InvalidRequest,
-    KvEvents,
     KvScheme,
     KvSnapshot,
     Member,
@@ -250,8 +249,7 @@ class WorkerService:
             self._abort(AttemptId(message.request_id, message.attempt), message.choices)
         elif isinstance(message, RouterHeartbeat):
             if self._routers.heartbeat(message):
-                self._plane.send(message.address, self.report())
-                self._engine.request_snapshot(message.address)
+                self._routers.send_report_to(message.router_id, self.report())
         elif isinstance(message, SnapshotRequest):
             self._engine.request_snapshot(message.address)
         else:
@@ -305,17 +303,25 @@ class WorkerService:
         self._calls.apply(update)
         self._receiver.settle()
         self._reporter.take(update)
-        self._send_kv(update)
+        for attempt_id, _ in update.admitted:
+            if (router_id := self._calls.router_of(attempt_id)) is not None:
+                self._routers.received(router_id, attempt_id)
+        self._send_snapshots(update)
         has_ended = update.failed or update.aborted or (update.events is not None and update.events.finished)
-        if update.admitted or update.released or has_ended:
+        if update.admitted or update.released or update.kv_events or has_ended:
             self._report_soon()
 
-    def _send_kv(self, update: Update) -> None:
+    def _send_snapshots(self, update: Update) -> None:
+        """Sends the snapshots that routers asked for, after all earlier events."""
+        if update.snapshots:
+            self._send_kv_events()
         epoch = self._reporter.epoch
-        if update.kv_events:
-            self._routers.broadcast(KvEvents(self._member_id, epoch, update.kv_first_seq, tuple(update.kv_events)))
         for address, last_seq, chains, page, is_last in update.snapshots:
             self._plane.send(address, KvSnapshot(self._member_id, epoch, last_seq, tuple(chains), page, is_last))
+
+    def _send_kv_events(self) -> None:
+        if (message := self._reporter.take_kv_events()) is not None:
+            self._routers.broadcast(message)
 
     # ------------------------------------------------------------ time
 
@@ -327,7 +333,8 @@ class WorkerService:
                 self._router_gone(router_id)
             if self._loss is None:
                 self._settle_and_check()
-            self._report()
+            if self._routers.needs(self.report()):
+                self._report_soon()
 
     def _settle_and_check(self) -> None:
         """Loses the worker if the feature store contradicts itself, because it may then free what the engine reads."""
@@ -339,14 +346,18 @@ class WorkerService:
             self.lose(WorkerLost("the feature store is inconsistent"))
 
     def _report_soon(self) -> None:
-        """Schedules a report. It sends at most one report per turn of the event loop, regardless of the number of
-        changes."""
+        """Schedules a report. It sends at most one report per turn of the event loop, and no more than the routers
+        asked for, regardless of the number of changes."""
         if not self._is_report_due and self._loop is not None:
             self._is_report_due = True
-            self._loop.call_soon(self._report)
+            wait_s = self._routers.report_wait_s()
+            if wait_s > 0:
+                self._loop.call_later(wait_s, self._report)
+            else:
+                self._loop.call_soon(self._report)
 
     def _report(self) -> None:
         self._is_report_due = False
+        self._send_kv_events()
         if self._loop is not None and len(self._routers):
-            self._routers.broadcast(self.report())
-        self._reporter.forget_ended(self._calls.attempts())
+            self._routers.send_report(self.report())

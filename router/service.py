@@ -25,8 +25,6 @@ from fabric.contracts import (
     MemberId,
     PlaneMessage,
     RequestId,
-    RouterHeartbeat,
-    SnapshotRequest,
     TokenFrames,
     WeftError,
     WorkerReport,
@@ -35,6 +33,7 @@ from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest
+from router.member_feeds import MemberFeeds
 from router.observe import PlannerSeries, RequestTrace, RouterMetrics, TraceRing
 from router.planning import ClusterState
 from router.prompt import Draft, Prompt, PromptBuilder
@@ -89,6 +88,7 @@ class RouterService:
             clock=clock,
             metrics=RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes),
         )
+        self._feeds = MemberFeeds(self._context)
         metrics = self._context.metrics
         metrics.registry.register(PlannerSeries(self._context.cluster))
         self._gate = CapacityGate(self._context.cluster, clock, metrics)
@@ -100,7 +100,7 @@ class RouterService:
         """Starts to receive messages and to renew the router's leases at members."""
         await self._prompt_builder.start()
         self._context.plane.start(self._handle)
-        self._heartbeats = self._context.tasks.spawn(self._beat(), "router heartbeats")
+        self._heartbeats = self._context.tasks.spawn(self._feeds.run(), "router heartbeats")
 
     async def drain(self, limit_s: float) -> int:
         """Stops admitting requests and waits until every request in flight has ended, up to `limit_s`. Returns how many
@@ -131,8 +131,8 @@ class RouterService:
             raise WeftError("the message plane of the router has stopped")
 
     def update_members(self, members: Sequence[Member]) -> None:
-        """Takes the directory's current list of members. New members get a heartbeat (which subscribes this router to
-        them) and a request for a snapshot of what they hold. For members that left, the connection and the metric
+        """Takes the directory's current list of members. New members get a heartbeat, which subscribes this router to
+        them, and later a request for a snapshot of what they hold. For members that left, the connection and the metric
         series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
         change = self._context.cluster.update_members(members)
         self._context.set_members(members)
@@ -140,11 +140,10 @@ class RouterService:
         for member in change.left:
             self._context.metrics.reports.remove(member.member_id)
             self._context.plane.forget(member.address)
+            self._feeds.left(member.member_id)
             for run in list(self._runs.values()):
                 run.member_left(member.member_id)
-        for member in change.joined:
-            self._send_heartbeat(member.member_id)
-            self._ask_snapshot(member.member_id)
+        self._feeds.joined(change.joined)
         self._gate.changed()
 
     def _use_schemes(self, joined: Sequence[Member]) -> None:
@@ -298,20 +297,10 @@ class RouterService:
             return
         if isinstance(message, WorkerReport | EncoderReport):
             self._context.metrics.reports.put(message)
+            self._feeds.took_report(message)
+        elif isinstance(message, KvSnapshot) or (isinstance(message, FeatureEvents) and message.is_snapshot):
+            self._feeds.took_snapshot(member_id)
         if isinstance(message, WorkerReport) and message.is_lost:
             self._context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
         for lagging in self._context.cluster.apply(message, self._context.clock.now()):
-            self._ask_snapshot(lagging)
-
-    def _ask_snapshot(self, member_id: MemberId) -> None:
-        self._context.send(member_id, SnapshotRequest(self._context.member_id, self._context.plane.address))
-
-    def _send_heartbeat(self, member_id: MemberId) -> None:
-        beat = RouterHeartbeat(self._context.member_id, self._context.plane.address, self.config.lease_s)
-        self._context.send(member_id, beat)
-
-    async def _beat(self) -> None:
-        while True:
-            for member_id in list(self._context.members):
-                self._send_heartbeat(member_id)
-            await asyncio.sleep(self.config.heartbeat_s)
+            self._feeds.want_snapshot(lagging)

@@ -7,7 +7,7 @@ is a real router over the fake workers and encoders of `fake_members`. It needs 
 are for tests of single parts.
 """
 
-from deploy.testing.fake_clusters import TINY_MODEL, FakeCluster, FakePools, fake_cluster, settled
+from deploy.testing.fake_clusters import TINY_MODEL, FakeCluster, FakePools, NoProber, fake_cluster, settled
 from deploy.testing.fake_members import FakeEncoder, FakeWorker, WorkerScript, reply_text
 from deploy.testing.in_process import in_process_cluster, registered, small_config, write_demo_variant
 from deploy.testing.tiny_family import TinyFamily, tiny_codec
@@ -26,6 +26,7 @@ __all__ = [
     "LocalHub",
     "LocalPlane",
     "ManualClock",
+    "NoProber",
     "TinyFamily",
     "WorkerScript",
     "fake_cluster",

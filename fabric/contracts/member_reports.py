@@ -200,7 +200,8 @@ class WorkerReport(PlaneWire, frozen=True):
     epoch: int
     seq: int
     acknowledged: tuple[AttemptId, ...]
-    """Lists the attempts that the numbers already contain; the router stops adding them locally."""
+    """Lists the attempts of the receiving router that the numbers now contain, so the router stops adding them locally.
+    Reports repeat an attempt until the router confirms one of them (`RouterHeartbeat.taken_seq`)."""
     engine: EngineStats
     features: FeatureStats
     prefill_s_per_token: Annotated[
@@ -417,7 +418,8 @@ class EncoderReport(PlaneWire, frozen=True):
     epoch: int
     seq: int
     acknowledged: tuple[AttemptId, ...]
-    """Lists the attempts that the numbers already contain; the router stops adding them locally."""
+    """Lists the attempts of the receiving router that the numbers now contain, so the router stops adding them locally.
+    Reports repeat an attempt until the router confirms one of them (`RouterHeartbeat.taken_seq`)."""
     items: ItemStats
     device: DeviceStats
     arena: ArenaStats

@@ -109,6 +109,12 @@ class RouterHeartbeat(PlaneWire, frozen=True):
     router_id: MemberId
     address: str
     lease_s: float
+    report_spacing_s: float = 0.0
+    """The router asks for reports and events of a cache at most this often."""
+    taken_epoch: int = 0
+    taken_seq: int = 0
+    """The router has taken in the receiver's report with this number; 0 stands for none. The receiver stops repeating
+    what that report acknowledged."""
 
 
 DTYPE_TO_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})

