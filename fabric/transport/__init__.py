@@ -10,7 +10,7 @@ Routers, workers and encoders use the contracts, and `deploy` chooses the implem
 what a feature or a message means, and it imports neither torch nor ray.
 """
 
-from fabric.transport.arena import ArenaUsage
+from fabric.transport.arena import Arena, ArenaUsage, Slot
 from fabric.transport.feature_channel import (
     ALIGNMENT_BYTES,
     HEADER_BYTES,
@@ -29,6 +29,7 @@ from fabric.transport.zmq_plane import PlaneKeys, ZmqPlane
 __all__ = [
     "ALIGNMENT_BYTES",
     "HEADER_BYTES",
+    "Arena",
     "ArenaUsage",
     "Directory",
     "FeatureSink",
@@ -47,6 +48,7 @@ __all__ = [
     "Plane",
     "PlaneKeys",
     "RouterTable",
+    "Slot",
     "SourceMemory",
     "SourceSlot",
     "View",

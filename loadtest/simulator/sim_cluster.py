@@ -1,0 +1,379 @@
+"""Builds a simulated cluster and runs requests through it: members, routers, the network between them, and faults.
+
+Every call and message takes the table's `message_s`; reports and events reach a router later by its delay. Members
+stand on machines of eight, encoders beside workers or apart from them. The module knows nothing of where requests come
+from, or of how a result is shown.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from encoder_pool.encoder_config import EncoderConfig
+from fabric.contracts import (
+    AttemptId,
+    ConfigError,
+    EncodeRequest,
+    EncodeResult,
+    EncoderLost,
+    FeatureNeeded,
+    GenerateRequest,
+    GenerateResult,
+    Member,
+    MemberId,
+    UnitReady,
+    UnitRelease,
+    WeftError,
+)
+from llm_workers.worker_config import WorkerConfig
+from loadtest.simulator.cost_tables import CostTable, LinkCosts
+from loadtest.simulator.event_loop import VirtualLoop
+from loadtest.simulator.faults import MemberFault
+from loadtest.simulator.policies import ClusterNews, RoutingPolicy, make_policy
+from loadtest.simulator.sim_encoder import SimEncoder
+from loadtest.simulator.sim_requests import Outcome, SimRequest
+from loadtest.simulator.sim_router import SimRouter, make_cluster_rng
+from loadtest.simulator.sim_worker import SimWorker
+from modalities.family import ModelShape
+from router.planning import ClusterState, PlannerSettings
+
+MACHINE_SIZE = 8
+BROKEN_CALL_S = 0.05
+"""A router learns this long after a member's death that its open calls to the member are broken."""
+DIRECTORY_S = 1.0
+"""The directory leaves out a dead member from this long after its death."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """Describes a simulated cluster."""
+
+    table: CostTable
+    num_workers: int
+    num_encoders: int
+    num_routers: int = 1
+    policy: str = "joint"
+    seed: int = 0
+    block_size: int = 16
+    num_blocks: int = 8192
+    max_step_tokens: int = 4096
+    max_sequences: int = 256
+    max_model_len: int = 131072
+    max_batch_cost: int = 16 * 1024
+    arena_bytes: int = 16 * 2**30
+    num_decoders: int = 8
+    report_interval_s: float = 0.2
+    report_delay_s: float = 0.0
+    """Delays reports and events on their way to every router."""
+    encoders_stand: Literal["beside", "apart"] = "beside"
+    worker_slowness: tuple[float, ...] = ()
+    """Multiplies the time of each worker's steps, in turn; an empty tuple means that all workers are equal."""
+    encoder_slowness: tuple[float, ...] = ()
+    is_fast: bool = True
+    """Says that stretches of equal decode steps are advanced in one call."""
+    waits_for_media: bool = False
+    """Says that a request is sent to its worker only after its media were encoded."""
+    shares_devices: bool = False
+    """Says that encoder number i and worker number i compute on one device, one after the other."""
+    is_prefix_cache_enabled: bool = True
+    faults: tuple[MemberFault, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_workers < 1 or self.num_encoders < 0 or self.num_routers < 1:
+            raise ConfigError(
+                f"a cluster needs at least one worker and one router, not {self.num_workers} and {self.num_routers}"
+            )
+
+    def member(self, kind: str, index: int) -> Member:
+        """Returns the record of a worker or an encoder."""
+        machine = f"m{index // MACHINE_SIZE}"
+        if kind == "encoder":
+            num_machines = -(-self.num_workers // MACHINE_SIZE)
+            machine = f"m{index % num_machines}" if self.encoders_stand == "beside" else f"e{index // MACHINE_SIZE}"
+        modalities = tuple(self.table.modality_to_encoding) if kind == "encoder" else ()
+        name = f"{kind}-{index}"
+        return Member(MemberId(name), kind, f"sim://{name}", machine, 1, modalities)
+
+
+@dataclass(slots=True)
+class SimResult:
+    """Holds what a run gave. Times are virtual except `cpu_s`."""
+
+    policy: str
+    outcomes: list[Outcome]
+    end_s: float
+    worker_busy: float
+    """Holds the mean share of the time for which the workers computed."""
+    encoder_busy: float
+    num_steps: int
+    num_planned: int
+    """Counts the steps that were planned one by one."""
+    num_needed: int
+    num_events: int
+    cpu_s: float
+    max_feature_bytes: int
+    """Holds the most bytes of features that any one worker had."""
+    max_kv_blocks: int
+    stage_to_error: Mapping[str, tuple[int, float, float, float]] = field(default_factory=dict)
+    """Maps each stage to (observations, predicted, actual, sum of absolute errors)."""
+
+
+class SimCluster:
+    """A `SimCluster` runs once. `policy_of` makes the policy of a router, by its number, where it is not that of the
+    settings."""
+
+    def __init__(self, settings: ClusterSettings, policy_of: Callable[[int], RoutingPolicy] | None = None) -> None:
+        self.settings = settings
+        table = settings.table
+        self.loop = VirtualLoop()  # type: ignore[abstract]  # it has no sockets
+        self._delay_s = table.message_s
+        rng = random.Random(settings.seed)
+        worker_config = WorkerConfig(
+            block_size=settings.block_size,
+            num_blocks=settings.num_blocks,
+            max_step_tokens=settings.max_step_tokens,
+            max_sequences=settings.max_sequences,
+            report_interval_s=settings.report_interval_s,
+            is_prefix_cache_enabled=settings.is_prefix_cache_enabled,
+        )
+        encoder_config = EncoderConfig(
+            modalities=tuple(table.modality_to_encoding),
+            max_batch_cost=settings.max_batch_cost,
+            max_queue_cost=1 << 40,
+            max_decoded_cost=max(1 << 18, 4 * settings.max_batch_cost),
+            num_decode_processes=0,
+            lease_s=1e9,
+            report_interval_s=settings.report_interval_s,
+        )
+        is_fast = settings.is_fast and not settings.shares_devices
+        self.workers: dict[MemberId, SimWorker] = {}
+        self.encoders: dict[MemberId, SimEncoder] = {}
+        for index in range(settings.num_workers):
+            member = settings.member("worker", index)
+            worker = SimWorker(member, worker_config, table, self.loop, self, settings.max_model_len, is_fast=is_fast)
+            worker.slowness = _in_turn(settings.worker_slowness, index)
+            self.workers[member.member_id] = worker
+        for index in range(settings.num_encoders):
+            member = settings.member("encoder", index)
+            encoder = SimEncoder(
+                member, encoder_config, table, self.loop, self, settings.arena_bytes, settings.num_decoders
+            )
+            encoder.slowness = _in_turn(settings.encoder_slowness, index)
+            for worker_id in self.workers:
+                encoder.worker_came(worker_id)
+            self.encoders[member.member_id] = encoder
+        self._members: list[SimWorker | SimEncoder] = [*self.workers.values(), *self.encoders.values()]
+        self._id_to_member = {one.member.member_id: one.member for one in self._members}
+        self._address_to_worker = {one.member.address: one for one in self.workers.values()}
+        self._hosts_to_link: dict[tuple[str, str], LinkCosts] = {}
+        self._device_free_s: dict[str, float] = {}
+        self._encoder_to_calls: dict[MemberId, dict[int, Callable[[EncodeResult | WeftError], None]]] = {}
+        self._num_calls = 0
+        shape = ModelShape(table.worker.hidden_size, 1, 1, 1, 1, 1, settings.max_model_len)
+        num_blocks = settings.num_workers * settings.num_blocks
+        planner_settings = PlannerSettings(max_index_blocks=max(1 << 18, num_blocks))
+        self.routers: list[SimRouter] = []
+        for index in range(settings.num_routers):
+            router_rng = make_cluster_rng(settings.seed, index)
+            policy = (
+                make_policy(settings.policy, router_rng, settings.block_size) if policy_of is None else policy_of(index)
+            )
+            router = SimRouter(
+                MemberId(f"router-{index}"),
+                ClusterState(shape, settings.block_size, router_rng, planner_settings),
+                policy,
+                self.loop,
+                self,
+                settings.block_size,
+                2 * table.worker.hidden_size,
+                waits_for_media=settings.waits_for_media,
+            )
+            router.report_delay_s = settings.report_delay_s
+            router.update_members(list(self._id_to_member.values()))
+            self.routers.append(router)
+        for one in self._members:
+            # The first reports are there before the first request; the later ones come at moments of their own.
+            one.start(rng.random() * 1e-3)
+        for fault in settings.faults:
+            self._plan_fault(fault)
+        self._arrivals: Iterator[SimRequest] = iter(())
+        self._num_open = 0
+        self._has_more = True
+        self._outcomes: list[Outcome] = []
+        self._on_end: Callable[[Outcome], None] = lambda outcome: None
+
+    def run(
+        self, requests: Iterable[SimRequest], on_end: Callable[[Outcome], None] = lambda outcome: None
+    ) -> SimResult:
+        """Runs all requests, which must be in order of arrival, to their ends. Calls `on_end` with each outcome."""
+        begun_s = time.process_time()
+        self._arrivals, self._on_end = iter(requests), on_end
+        self._next_arrival()
+        self.loop.run_while(lambda: self._has_more or self._num_open > 0)
+        return self._result(time.process_time() - begun_s)
+
+    def _result(self, cpu_s: float) -> SimResult:
+        now_s = max(self.loop.now(), 1e-9)
+        workers, encoders = list(self.workers.values()), list(self.encoders.values())
+        stage_to_error = {
+            stage: (error.num_observations, error.predicted, error.actual, error.abs_error)
+            for stage, error in self.routers[0].cluster.accuracy().items()
+        }
+        return SimResult(
+            policy=self.routers[0].policy.name,
+            outcomes=sorted(self._outcomes, key=lambda outcome: outcome.index),
+            end_s=now_s,
+            worker_busy=sum(one.busy_s for one in workers) / len(workers) / now_s,
+            encoder_busy=sum(one.busy_s for one in encoders) / max(len(encoders), 1) / now_s,
+            num_steps=sum(one.num_steps for one in workers),
+            num_planned=sum(one.num_planned for one in workers),
+            num_needed=sum(one.num_needed for one in self.routers),
+            num_events=self.loop.num_events,
+            cpu_s=cpu_s,
+            max_feature_bytes=max(one.max_feature_bytes for one in workers),
+            max_kv_blocks=max(one.max_kv_blocks for one in workers),
+            stage_to_error=stage_to_error,
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def _next_arrival(self) -> None:
+        request = next(self._arrivals, None)
+        if request is None:
+            self._has_more = False
+            return
+        self.loop.at(request.arrival_s, self._arrive, request)
+
+    def _arrive(self, request: SimRequest) -> None:
+        self._num_open += 1
+        router = self.routers[request.index % len(self.routers)]
+        router.submit(request, request.prompt(self.settings.table))
+        self._next_arrival()
+
+    def ended(self, outcome: Outcome) -> None:
+        self._num_open -= 1
+        self._outcomes.append(outcome)
+        self._on_end(outcome)
+
+    # ------------------------------------------------------------ from routers
+
+    def generate(
+        self,
+        worker_id: MemberId,
+        request: GenerateRequest,
+        first_output: int,
+        answer: Callable[[GenerateResult], None],
+    ) -> None:
+        worker = self.workers[worker_id]
+        self.loop.after(
+            self._delay_s,
+            worker.generate,
+            request,
+            first_output,
+            lambda result: self.loop.after(self._delay_s, answer, result),
+        )
+
+    def encode(
+        self, encoder_id: MemberId, request: EncodeRequest, answer: Callable[[EncodeResult | WeftError], None]
+    ) -> None:
+        self._num_calls += 1
+        number, calls = self._num_calls, self._encoder_to_calls.setdefault(encoder_id, {})
+        calls[number] = answer
+
+        def answered(result: EncodeResult | WeftError) -> None:
+            if calls.pop(number, None) is not None:
+                self.loop.after(self._delay_s, answer, result)
+
+        self.loop.after(self._delay_s, self.encoders[encoder_id].encode, request, answered)
+
+    def abort(self, attempt_id: AttemptId, worker_id: MemberId) -> None:
+        self.loop.after(self._delay_s, self.workers[worker_id].abort, attempt_id)
+        for encoder in self.encoders.values():
+            self.loop.after(self._delay_s, encoder.end_attempt, attempt_id, EncoderLost("the attempt has ended"))
+
+    def ask_snapshot(self, member_id: MemberId) -> None:
+        member = self.workers.get(member_id) or self.encoders[member_id]
+        self.loop.after(self._delay_s, member.send_snapshot, self.broadcast)
+
+    # ------------------------------------------------------------ from members
+
+    def broadcast(self, message: ClusterNews) -> None:
+        for router in self.routers:
+            self.loop.after(self._delay_s, router.receive, message)
+
+    def need(self, message: FeatureNeeded) -> None:
+        for router in self.routers:
+            self.loop.after(self._delay_s, router.feature_needed, message)
+
+    def release(self, encoder_id: MemberId, message: UnitRelease) -> None:
+        self.loop.after(self._delay_s, self.encoders[encoder_id].release, message)
+
+    def unit_ready(self, address: str, message: UnitReady) -> None:
+        self.loop.after(self._delay_s, self._address_to_worker[address].announce, message)
+
+    def first_token(self, request: GenerateRequest, at_s: float) -> None:
+        router = next(one for one in self.routers if one.member_id == request.router_id)
+        router.first_token(AttemptId(request.request_id, request.attempt), at_s + self._delay_s)
+
+    def link_from(self, encoder_id: MemberId, worker: Member) -> LinkCosts:
+        hosts = self._id_to_member[encoder_id].host, worker.host
+        link = self._hosts_to_link.get(hosts)
+        if link is None:
+            link = self._hosts_to_link[hosts] = self.settings.table.link(*hosts)
+        return link
+
+    def device(self, member: SimWorker | SimEncoder, begin_s: float, seconds: float, done: Callable[[], None]) -> None:
+        """Runs a step or a forward pass on the member's device."""
+        if self.settings.shares_devices:
+            name = member.member.member_id.rpartition("-")[2]
+            begin_s = max(begin_s, self._device_free_s.get(name, 0.0))
+            self._device_free_s[name] = begin_s + seconds
+        self.loop.at(begin_s + seconds, done)
+
+    # ------------------------------------------------------------ faults
+
+    def _plan_fault(self, fault: MemberFault) -> None:
+        member_id = MemberId(fault.member)
+        member: SimWorker | SimEncoder | None = self.workers.get(member_id) or self.encoders.get(member_id)
+        if member is None:
+            raise ConfigError(
+                f"the cluster has no member {fault.member!r} for a fault; members are worker-0, encoder-0, ..."
+            )
+        if fault.kind == "death":
+            self.loop.at(fault.at_s, self._die, member)
+        else:
+            slowness = member.slowness
+            self.loop.at(fault.at_s, setattr, member, "slowness", slowness * fault.factor)
+            if fault.until_s < float("inf"):
+                self.loop.at(fault.until_s, setattr, member, "slowness", slowness)
+
+    def _die(self, member: SimWorker | SimEncoder) -> None:
+        member_id = member.member.member_id
+        self.loop.after(DIRECTORY_S, self._leave, member_id)
+        if isinstance(member, SimEncoder):
+            member.die()
+            lost = EncoderLost(f"{member_id} is gone")
+            for answer in self._encoder_to_calls.pop(member_id, {}).values():
+                self.loop.after(BROKEN_CALL_S, answer, lost)
+            return
+        for opened, num_tokens in member.die():
+            request = opened.request
+            router = next(one for one in self.routers if one.member_id == request.router_id)
+            attempt_id = AttemptId(request.request_id, request.attempt)
+            self.loop.after(BROKEN_CALL_S, router.worker_died, attempt_id, member_id, num_tokens)
+
+    def _leave(self, member_id: MemberId) -> None:
+        if member_id in self.workers:
+            for encoder in self.encoders.values():
+                encoder.worker_left(member_id)
+        members: Sequence[Member] = [one.member for one in self._members if one.is_alive]
+        for router in self.routers:
+            router.update_members(members)
+
+
+def _in_turn(factors: Sequence[float], index: int) -> float:
+    return factors[index % len(factors)] if factors else 1.0

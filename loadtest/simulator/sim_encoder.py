@@ -1,0 +1,338 @@
+"""Runs one simulated encoder: the production pipeline with its jobs, batches, arena and reports, on virtual time.
+
+What takes time in production is replaced by a wait from the cost table: `TimedDecoder` prepares items on a number of
+CPU processes, and `TimedForward` runs one batch after the other on the device. Features have sizes and places in the
+arena (`PlacesOnly`) and no bytes. The module knows nothing of how a worker uses a feature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from encoder_pool.decode_process import Decoded, OnUnits
+from encoder_pool.encode_call import Announcer
+from encoder_pool.encoder_config import EncoderConfig
+from encoder_pool.encoder_service import REPORT_SPACING_S, encoder_report
+from encoder_pool.pipeline import Pipeline
+from encoder_pool.planning import (
+    FeatureLog,
+    FeatureSpec,
+    FeatureTable,
+    ForwardResult,
+    ForwardUnit,
+    LeaseKey,
+    SoundJob,
+    SoundResult,
+    split_cost,
+)
+from fabric.contracts import (
+    AttemptId,
+    EncodeRequest,
+    EncodeResult,
+    EncoderLost,
+    EncoderReport,
+    FeatureEvents,
+    FeatureTicket,
+    MediaItem,
+    Member,
+    MemberId,
+    PlaneMessage,
+    UnitReady,
+    UnitRelease,
+    WeftError,
+    WorkerLost,
+)
+from fabric.transport import Arena, ArenaUsage, Handler, Slot, SourceSlot
+from loadtest.simulator.cost_tables import CostTable
+from loadtest.simulator.event_loop import VirtualLoop
+from modalities.family import EncoderInput
+
+_EMPTY = np.empty(0, dtype=np.uint8)
+_PIXEL = np.zeros((1, 1), dtype=np.float32)
+EncoderMessage = EncoderReport | FeatureEvents
+CALIBRATION_SIZES = (1, 4)
+"""An encoder measures batches of this many of the smallest unit of each modality at its start."""
+
+
+class EncoderOutlets(Protocol):
+    """An `EncoderOutlets` takes everything that leaves an encoder."""
+
+    def broadcast(self, message: EncoderMessage) -> None:
+        """Sends a report or events of the cache to every router."""
+        ...
+
+    def unit_ready(self, address: str, message: UnitReady) -> None:
+        """Sends an announcement to the worker at the address."""
+        ...
+
+    def device(self, member: SimEncoder, begin_s: float, seconds: float, done: Callable[[], None]) -> None:
+        """Calls `done` when a forward pass has ended on the encoder's device."""
+        ...
+
+
+class SimEncoder:
+    """A `SimEncoder` is one encoder."""
+
+    def __init__(
+        self,
+        member: Member,
+        config: EncoderConfig,
+        table: CostTable,
+        loop: VirtualLoop,
+        outlets: EncoderOutlets,
+        arena_bytes: int,
+        num_decoders: int = 4,
+    ) -> None:
+        self.member = member
+        self.slowness = 1.0
+        """Multiplies the time of every forward pass and preparation; a fault changes it."""
+        self.is_alive = True
+        self.busy_s = 0.0
+        self._table, self._loop, self._outlets, self._config = table, loop, outlets, config
+        self._log = FeatureLog(member.member_id, member.epoch)
+        source = PlacesOnly(str(member.member_id), arena_bytes)
+        self._features = FeatureTable(source, loop, config.lease_s, self._log)
+        announcer = Announcer(member.member_id, AnnouncementPlane(member, outlets), source, self._features, 1e9)
+        self.pipeline = Pipeline(
+            member.member_id,
+            config,
+            self._features,
+            announcer,
+            TimedDecoder(self, table, num_decoders),
+            TimedForward(self, table, loop, outlets),
+            loop,
+            self._changed,
+        )
+        self.pipeline.open(FeatureSpec(1, table.worker.hidden_size, "bfloat16"))
+        self._calibrate()
+        self._ended: list[AttemptId] = []
+        self._seq = 0
+        self._flush: asyncio.TimerHandle | None = None
+
+    def encode(self, request: EncodeRequest, answer: Callable[[EncodeResult | WeftError], None]) -> None:
+        """Takes a call; `answer` gets its result or the error that ended it, once, while the encoder lives."""
+        if not self.is_alive:
+            answer(EncoderLost(f"{self.member.member_id} is gone"))
+            return
+        self._loop.create_task(self._encode(request, answer))
+
+    async def _encode(self, request: EncodeRequest, answer: Callable[[EncodeResult | WeftError], None]) -> None:
+        result: EncodeResult | WeftError
+        try:
+            result = await self.pipeline.encode(request, [b""] * len(request.items))
+        except WeftError as error:
+            result = error
+        finally:
+            self._ended.append(AttemptId(request.request_id, request.attempt))
+        if self.is_alive:
+            answer(result)
+
+    def release(self, message: UnitRelease) -> None:
+        """Ends the lease of a worker that holds the unit or does not need it."""
+        if self.is_alive:
+            attempt_id = AttemptId(message.request_id, message.attempt)
+            self._features.release(LeaseKey(message.worker_id, attempt_id, message.unit), message.generation)
+            self.pipeline.pump()
+
+    def worker_came(self, worker_id: MemberId) -> None:
+        self._features.worker_came(worker_id)
+
+    def worker_left(self, worker_id: MemberId) -> None:
+        """Ends what was to be encoded for a worker that died, and its leases."""
+        if self.is_alive:
+            lost = WorkerLost(f"{worker_id} has left")
+            self.pipeline.end_calls(lambda request: request.destination.worker_id == worker_id, lost)
+            self._features.end_worker(worker_id)
+            self.pipeline.pump()
+
+    def end_attempt(self, attempt_id: AttemptId, error: WeftError) -> None:
+        if self.is_alive:
+            self.pipeline.end_attempt(attempt_id, error)
+            self._features.end_attempt(attempt_id)
+            self.pipeline.pump()
+
+    def start(self, first_report_s: float) -> None:
+        self._loop.after(first_report_s, self._tick)
+
+    def die(self) -> None:
+        """Ends the encoder; calls that are open get no answer from it."""
+        self.is_alive = False
+
+    def send_snapshot(self, send: Callable[[EncoderMessage], None]) -> None:
+        if self.is_alive:
+            self._publish_events()
+            send(self._log.snapshot())
+
+    # ------------------------------------------------------------ reports
+
+    def _changed(self) -> None:
+        if self._flush is None and self.is_alive:
+            self._flush = self._loop.after(REPORT_SPACING_S, self._publish)
+
+    def _tick(self) -> None:
+        if self.is_alive:
+            self._features.expire()
+            self.pipeline.end_overdue()
+            self._publish()
+            self._loop.after(self._config.report_interval_s, self._tick)
+
+    def _publish(self) -> None:
+        if self._flush is not None:
+            self._flush.cancel()
+            self._flush = None
+        if not self.is_alive:
+            return
+        self._publish_events()
+        self._seq += 1
+        acknowledged = tuple(dict.fromkeys([*self.pipeline.live_attempts(), *self._ended]))
+        self._ended.clear()
+        report = encoder_report(
+            self.member.member_id,
+            self.member.epoch,
+            self._seq,
+            acknowledged,
+            self.pipeline,
+            self._features,
+            self._config.max_items_in_flight,
+        )
+        self._outlets.broadcast(report)
+
+    def _publish_events(self) -> None:
+        for message in self._log.drain():
+            self._outlets.broadcast(message)
+
+    def _calibrate(self) -> None:
+        for modality, costs in self._table.modality_to_encoding.items():
+            if modality in self._config.modalities:
+                smallest = costs.forward[0][0]
+                for size in CALIBRATION_SIZES:
+                    self.pipeline.costs.observe(modality, size * smallest, costs.forward_s(size * smallest), 0.0)
+
+
+# ---------------------------------------------------------------- what takes time
+
+
+class TimedDecoder:
+    """Prepares items on `num_parallel` CPU processes; each takes the time of the table."""
+
+    def __init__(self, encoder: SimEncoder, table: CostTable, num_parallel: int) -> None:
+        self._encoder, self._table, self._num_parallel = encoder, table, num_parallel
+
+    @property
+    def num_parallel(self) -> int:
+        return self._num_parallel
+
+    async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        """Waits for as long as the item's preparation takes. Units of a long item come one after the other."""
+        costs = self._table.modality_to_encoding[item.modality]
+        unit_costs = split_cost(item.cost, item.unit_tokens)
+        seconds = (costs.prepare_s + costs.prepare_s_per_cost * item.cost) * self._encoder.slowness
+        last: list[EncoderInput] = []
+        for index, cost in enumerate(unit_costs):
+            if seconds:
+                await asyncio.sleep(seconds / len(unit_costs))
+            pixels = np.broadcast_to(_PIXEL, (max(cost, 1), 1))
+            last = [EncoderInput(item.modality, pixels, (1, 1, max(cost, 1)))]
+            if seconds and index < len(unit_costs) - 1:
+                on_units(last)
+        if not seconds and len(unit_costs) > 1:
+            last = [
+                EncoderInput(item.modality, np.broadcast_to(_PIXEL, (max(cost, 1), 1)), (1, 1, max(cost, 1)))
+                for cost in unit_costs
+            ]
+        return Decoded(last, seconds)
+
+
+class TimedForward:
+    """Runs batches on the device; each takes the time that the table's curve gives for its cost."""
+
+    def __init__(self, encoder: SimEncoder, table: CostTable, loop: VirtualLoop, outlets: EncoderOutlets) -> None:
+        self._encoder, self._table, self._loop, self._outlets = encoder, table, loop, outlets
+
+    def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
+        cost = sum(unit.input.num_patches for unit in units)
+        costs = self._table.modality_to_encoding[units[0].input.modality]
+        seconds = costs.forward_s(cost) * self._encoder.slowness
+        result = ForwardResult([None] * len(units), seconds)
+        self._outlets.device(self._encoder, self._loop.now(), seconds, lambda: self._ended(result, done))
+
+    def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
+        """Raises AssertionError: the decoder of a simulation returns units, and never sounds."""
+        raise AssertionError("no sound reaches the device of a simulated encoder as samples")
+
+    def _ended(self, result: ForwardResult, done: Callable[[ForwardResult], None]) -> None:
+        self._encoder.busy_s += result.seconds
+        if self._encoder.is_alive:
+            done(result)
+
+
+class PlacesOnly:
+    """Implements `FeatureSource` with the production arena's places and without memory."""
+
+    def __init__(self, name: str, total_bytes: int) -> None:
+        self._name = name
+        self._arena = Arena(total_bytes)
+        self._slot_id_to_slot: dict[int, Slot] = {}
+        self.unclaim = self._arena.unclaim
+        self.victims = self._arena.victims
+        self.claim = self._arena.claim
+
+    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
+        slot = self._arena.allocate(nbytes, is_claimed=is_claimed)
+        return SourceSlot(slot.slot_id, slot.generation, nbytes, _EMPTY)
+
+    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
+        return FeatureTicket(self._name, b"", 0, 0, slot.nbytes, slot.generation, shape, dtype, lease_s)
+
+    def free(self, slot: SourceSlot) -> None:
+        self._arena.free(slot.slot_id)
+
+    def set_idle(self, slot: SourceSlot) -> None:
+        self._arena.set_idle(slot.slot_id)
+
+    def set_busy(self, slot: SourceSlot) -> None:
+        self._arena.set_busy(slot.slot_id)
+
+    def usage(self) -> ArenaUsage:
+        return self._arena.usage()
+
+    @property
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Does nothing, because there is no memory."""
+
+
+class AnnouncementPlane:
+    """Implements the part of `Plane` that an announcer uses."""
+
+    def __init__(self, member: Member, outlets: EncoderOutlets) -> None:
+        self.address = member.address
+        self._outlets = outlets
+
+    def start(self, handler: Handler) -> None:
+        """Does nothing: messages reach the encoder by its methods."""
+
+    def send(self, address: str, message: PlaneMessage) -> bool:
+        assert isinstance(message, UnitReady)
+        self._outlets.unit_ready(address, message)
+        return True
+
+    def forget(self, address: str) -> None:
+        """Does nothing, because there are no connections."""
+
+    @property
+    def num_dropped(self) -> int:
+        return 0
+
+    @property
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """Does nothing, because there is no socket."""

@@ -1,0 +1,513 @@
+"""Runs one simulated worker: the production scheduler, reporter and step costs, with the time of a step from a table.
+
+A turn does what the engine's thread does in production (`llm_workers/engine.py`): it takes the queued commands, plans a
+step, waits for as long as the step takes, commits it, and hands over one update. What the service does with an update
+happens at the same moment: reports, block events, results, and features that are needed.
+
+Where the next steps only decode the same sequences, the worker skips them: they are a *stretch*. It ends in time, or
+when a command arrives; the step that runs then is planned as usual. The features of a unit are pulled over one link,
+one after the other. The module knows nothing of routers' choices, and of encoders only what they announce.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from fabric.contracts import (
+    AttemptId,
+    ChoiceResult,
+    ErrorInfo,
+    FeatureNeeded,
+    FeatureStats,
+    GenerateRequest,
+    GenerateResult,
+    KvEvents,
+    KvSnapshot,
+    Member,
+    MemberId,
+    SequenceId,
+    TraceEvent,
+    UnitKey,
+    UnitReady,
+    UnitRelease,
+    WeftError,
+    WorkerLost,
+    WorkerReport,
+)
+from fabric.transport import LandedFeature
+from llm_workers.engine_interface import AbortedSequence, Admitted, FailedAttempt, Update
+from llm_workers.scheduling import (
+    Arrival,
+    FeatureReference,
+    FinishedSequence,
+    Scheduler,
+    StepPlan,
+    StepResult,
+    StepWork,
+)
+from llm_workers.worker_config import WorkerConfig
+from llm_workers.worker_reports import WorkerReporter
+from loadtest.simulator.cost_tables import CostTable, LinkCosts
+from loadtest.simulator.event_loop import VirtualLoop
+from modalities.family import Positions
+
+CALIBRATION = tuple(StepWork(decodes, tokens) for decodes, tokens in ((0, 16.0), (0, 512.0), (1, 0.0), (32, 0.0)))
+"""Lists the steps to which a worker fits its costs at its start, as a worker does at boot."""
+_EMPTY = np.empty(0, dtype=np.uint8)
+WorkerMessage = WorkerReport | KvEvents | KvSnapshot
+
+
+class WorkerOutlets(Protocol):
+    """A `WorkerOutlets` takes everything that leaves a worker."""
+
+    def broadcast(self, message: WorkerMessage) -> None:
+        """Sends a report or block events to every router."""
+        ...
+
+    def need(self, message: FeatureNeeded) -> None: ...
+
+    def release(self, encoder_id: MemberId, message: UnitRelease) -> None: ...
+
+    def first_token(self, request: GenerateRequest, at_s: float) -> None:
+        """Takes the time at which the worker had the first token of an attempt."""
+        ...
+
+    def link_from(self, encoder_id: MemberId, worker: Member) -> LinkCosts: ...
+
+    def device(self, member: SimWorker, begin_s: float, seconds: float, done: Callable[[], None]) -> None:
+        """Calls `done` when a step that begins at `begin_s` at the earliest has ended on the worker's device."""
+        ...
+
+
+@dataclass(slots=True)
+class OpenGeneration:
+    """An `OpenGeneration` is an attempt at a worker, from its arrival to its result."""
+
+    request: GenerateRequest
+    first_output: int
+    """Holds the token that is drawn first; the others follow by counting."""
+    answer: Callable[[GenerateResult], None]
+    announced: dict[UnitKey, UnitReady] = field(default_factory=dict)
+    trace: list[TraceEvent] = field(default_factory=list)
+    num_cached: int = 0
+    first_token_at_s: float = 0.0
+    num_tokens: int = 0
+    is_admitted: bool = False
+
+
+@dataclass(slots=True)
+class Stretch:
+    """A `Stretch` is a number of equal decode steps that are not planned one by one."""
+
+    at_s: float
+    """Holds the time at which the first step that is not advanced yet began."""
+    step_s: float
+    num_steps: int
+    work: StepWork
+
+
+class WorkerTime:
+    """A `WorkerTime` is the scheduler's clock. It stands at the beginning of a step that is planned afterwards."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self.at_s: float | None = None
+
+    def now(self) -> float:
+        return self._loop.now() if self.at_s is None else self.at_s
+
+
+class SimWorker:
+    """A `SimWorker` is one worker. `broadcast` takes its reports and block events, `need` takes the units that it needs
+    again, and `release` returns leases to encoders. `is_fast` says whether it skips stretches."""
+
+    def __init__(
+        self,
+        member: Member,
+        config: WorkerConfig,
+        table: CostTable,
+        loop: VirtualLoop,
+        outlets: WorkerOutlets,
+        max_model_len: int,
+        *,
+        is_fast: bool = True,
+    ) -> None:
+        self.member = member
+        self.slowness = 1.0
+        """Multiplies the time of every step; a fault changes it."""
+        self.is_alive = True
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.num_planned = 0
+        """Counts the steps that were planned; the others were skipped."""
+        self.max_feature_bytes = self.feature_bytes = 0
+        self.max_kv_blocks = 0
+        self._config, self._table, self._loop, self._outlets, self._is_fast = config, table, loop, outlets, is_fast
+        self._time = WorkerTime(loop)
+        self.scheduler = Scheduler(config, max_model_len, self._time, table.worker.scale_tokens)
+        self._reporter = WorkerReporter(member.member_id, config, self.scheduler.stats(), self._feature_stats)
+        self._reporter.epoch = member.epoch
+        costs = table.worker
+        self._reporter.costs.fit([(work, costs.step_s(work)) for work in CALIBRATION])
+        self._commands: deque[Callable[[Update], None]] = deque()
+        self._attempt_to_open: dict[AttemptId, OpenGeneration] = {}
+        self._is_turning = False
+        """Says whether a step is on the device, or a turn is about to begin."""
+        self._stretch: Stretch | None = None
+        self._unit_to_bytes: dict[UnitKey, int] = {}
+        """Holds the units that are being pulled or are here."""
+        self._num_references = 0
+        self._link_free_s = 0.0
+        self._is_report_due = False
+
+    # ------------------------------------------------------------ calls and messages
+
+    def generate(self, request: GenerateRequest, first_output: int, answer: Callable[[GenerateResult], None]) -> None:
+        """Takes a request; `answer` gets the result, once."""
+        attempt_id = AttemptId(request.request_id, request.attempt)
+        opened = OpenGeneration(request, first_output, answer)
+        if not self.is_alive:
+            answer(self._failure(opened, WorkerLost(f"{self.member.member_id} is gone")))
+            return
+        self._attempt_to_open[attempt_id] = opened
+        num_tokens = len(request.token_ids)
+        positions = Positions(np.arange(num_tokens, dtype=np.int64)[None], 0)
+        try:
+            arrival = self.scheduler.prepare(request, positions)
+        except WeftError as error:
+            del self._attempt_to_open[attempt_id]
+            answer(self._failure(opened, error))
+            return
+        self._post(lambda update: self._add(arrival, update))
+
+    def announce(self, message: UnitReady) -> None:
+        """Takes an announcement and pulls the unit, unless it is here."""
+        attempt_id = AttemptId(message.request_id, message.attempt)
+        opened = self._attempt_to_open.get(attempt_id)
+        if not self.is_alive:
+            return
+        if opened is None:
+            self._release(message)
+            return
+        opened.announced[message.unit] = message
+        self._trace(opened, "unit_announced", message.unit)
+        if message.unit in self._unit_to_bytes:
+            self._release(message)
+        else:
+            self._pull(message)
+
+    def abort(self, attempt_id: AttemptId) -> None:
+        self._post(lambda update: self._abort(attempt_id, update))
+
+    def send_snapshot(self, send: Callable[[WorkerMessage], None]) -> None:
+        """Sends all findable blocks, after the events that led to them."""
+        if self.is_alive:
+            self._settle()
+            self._send_blocks()
+            last_seq, chains = self.scheduler.kv_snapshot()
+            send(KvSnapshot(self.member.member_id, self.member.epoch, last_seq, tuple(chains)))
+
+    def start(self, first_report_s: float) -> None:
+        """Begins to report, once at once and then at the configured interval."""
+        self._loop.after(first_report_s, self._tick)
+
+    def die(self) -> list[tuple[OpenGeneration, int]]:
+        """Ends the worker. Returns its open attempts with the number of tokens that each had generated."""
+        self._settle()
+        self.is_alive = False
+        self._stretch = None
+        self._commands.clear()
+        lost = [(opened, opened.num_tokens) for opened in self._attempt_to_open.values()]
+        self._attempt_to_open.clear()
+        return lost
+
+    @property
+    def num_open(self) -> int:
+        return len(self._attempt_to_open)
+
+    # ------------------------------------------------------------ features
+
+    def _pull(self, message: UnitReady) -> None:
+        nbytes = message.ticket.nbytes
+        self._unit_to_bytes[message.unit] = nbytes
+        self.feature_bytes += nbytes
+        self.max_feature_bytes = max(self.max_feature_bytes, self.feature_bytes)
+        link = self._outlets.link_from(message.encoder_id, self.member)
+        self._link_free_s = max(self._loop.now(), self._link_free_s) + nbytes / link.bytes_per_s
+        self._loop.at(self._link_free_s + link.latency_s, self._landed, message)
+
+    def _landed(self, message: UnitReady) -> None:
+        if not self.is_alive:
+            return
+        self._release(message)
+        if opened := self._attempt_to_open.get(AttemptId(message.request_id, message.attempt)):
+            self._trace(opened, "unit_landed", message.unit)
+        self._num_references += 1
+        feature = LandedFeature(self._num_references, _EMPTY, message.ticket, 0.0)
+        reference = FeatureReference(message.unit, self._num_references, feature)
+        self._post(lambda update: self.scheduler.hold_feature(reference))
+
+    def _release(self, message: UnitReady) -> None:
+        release = UnitRelease(
+            self.member.member_id, message.request_id, message.attempt, message.unit, message.ticket.generation
+        )
+        self._outlets.release(message.encoder_id, release)
+
+    def _feature_stats(self) -> FeatureStats:
+        return FeatureStats(inbox_bytes_used=self.feature_bytes)
+
+    # ------------------------------------------------------------ turns
+
+    def _post(self, command: Callable[[Update], None]) -> None:
+        if not self.is_alive:
+            return
+        self._commands.append(command)
+        if self._stretch is not None:
+            self._interrupt()
+        elif not self._is_turning:
+            self._is_turning = True
+            self._loop.soon(self._turn)
+
+    def _turn(self) -> None:
+        """Takes the commands and begins a step or a stretch."""
+        if not self.is_alive:
+            return
+        update = Update()
+        while self._commands:
+            self._commands.popleft()(update)
+        update.released += self.scheduler.release_unneeded()
+        if self._is_fast and update.is_empty and (num_steps := self.scheduler.num_steady_steps()) > 1:
+            self._begin_stretch(num_steps)
+            return
+        plan = self.scheduler.plan_step()
+        if plan.num_sequences:
+            self._begin_step(plan, update)
+        else:
+            self._is_turning = False
+            self._publish(update)
+
+    def _begin_step(self, plan: StepPlan, update: Update) -> None:
+        self._is_turning = True
+        self.num_planned += 1
+        begun_s = self._time.now()
+        step_s = self._step_s(self.scheduler.work(plan))
+        self._outlets.device(self, begun_s, step_s, lambda: self._end_step(plan, update, begun_s))
+
+    def _end_step(self, plan: StepPlan, update: Update, begun_s: float) -> None:
+        if not self.is_alive:
+            return
+        now_s = self._loop.now()
+        drawn: dict[SequenceId, tuple[int, ...]] = {}
+        for chunk in plan.others:
+            if chunk.sampling is not None:
+                drawn[chunk.sequence_id] = self._drawn(chunk.sequence_id, chunk.draw_index)
+        if plan.decodes is not None:
+            for sequence_id, index in zip(plan.decodes.sequence_ids, plan.decodes.draw_indexes.tolist(), strict=True):
+                drawn[sequence_id] = self._drawn(sequence_id, index)
+        update.events = self.scheduler.commit(plan, StepResult(drawn))
+        update.step_work, update.step_s = self.scheduler.work(plan), now_s - begun_s
+        update.released += self.scheduler.release_unneeded()
+        self.busy_s += update.step_s
+        self.num_steps += 1
+        self._publish(update, is_plain=not plan.others)
+        self._turn()
+
+    def _step_s(self, work: StepWork) -> float:
+        return self._table.worker.step_s(work) * self.slowness
+
+    def _drawn(self, sequence_id: SequenceId, index: int) -> tuple[int, ...]:
+        opened = self._attempt_to_open.get(sequence_id.attempt_id)
+        return (index if opened is None else opened.first_output + index,)
+
+    # ------------------------------------------------------------ stretches
+
+    def _begin_stretch(self, num_steps: int) -> None:
+        now_s = self._loop.now()
+        work = StepWork(self.scheduler.stats().num_decoding, 0.0)
+        step_s = self._step_s(work)
+        self._is_turning = True
+        self._stretch = stretch = Stretch(now_s, step_s, num_steps, work)
+        end_s = now_s
+        for _ in range(num_steps):  # the same sums as step by step, so that the times are equal to the last bit
+            end_s += step_s
+        self._loop.at(end_s, self._end_stretch, stretch)
+
+    def _end_stretch(self, stretch: Stretch) -> None:
+        if stretch is self._stretch:
+            self._settle()
+            self._stretch = None
+            self._turn()
+
+    def _interrupt(self) -> None:
+        """Ends the stretch with the step that runs now, because a command has to be taken after it."""
+        self._settle()
+        stretch = self._stretch
+        assert stretch is not None
+        if not stretch.num_steps:
+            return  # the event that ends the stretch comes at this very time
+        self._stretch = None
+        self._time.at_s = stretch.at_s
+        plan = self.scheduler.plan_step()
+        assert plan.decodes is not None
+        assert not plan.others, "a stretch has nothing but plain decodes"
+        self._begin_step(plan, Update())
+        self._time.at_s = None
+
+    def _settle(self) -> None:
+        """Advances the scheduler by the steps of the stretch that have ended."""
+        stretch, now_s = self._stretch, self._loop.now()
+        if stretch is None:
+            return
+        num_ended, ends = 0, stretch.at_s
+        costs = self._reporter.costs
+        while num_ended < stretch.num_steps and ends + stretch.step_s <= now_s:
+            begun_s, ends = ends, ends + stretch.step_s
+            costs.observe(stretch.work, ends - begun_s, ends)
+            self.busy_s += ends - begun_s
+            num_ended += 1
+        if not num_ended:
+            return
+        for tokens in self.scheduler.run_steady_steps(num_ended, self._draw_many):
+            if opened := self._attempt_to_open.get(tokens.sequence_id.attempt_id):
+                opened.num_tokens += num_ended
+        self.num_steps += num_ended
+        stretch.at_s, stretch.num_steps = ends, stretch.num_steps - num_ended
+        self._reporter.take(Update(stats=self.scheduler.stats()))
+
+    def _draw_many(self, sequence_id: SequenceId, first: int, count: int) -> range:
+        opened = self._attempt_to_open.get(sequence_id.attempt_id)
+        base = 0 if opened is None else opened.first_output
+        return range(base + first, base + first + count)
+
+    # ------------------------------------------------------------ commands
+
+    def _add(self, arrival: Arrival, update: Update) -> None:
+        try:
+            update.admitted.append(Admitted(arrival.attempt_id, self.scheduler.add(arrival)))
+        except WeftError as error:
+            update.failed.append(FailedAttempt(arrival.attempt_id, error))
+
+    def _abort(self, attempt_id: AttemptId, update: Update) -> None:
+        times = self.scheduler.times_of(attempt_id)
+        for sequence_id in self.scheduler.abort(attempt_id):
+            update.aborted.append(AbortedSequence(sequence_id, times[sequence_id]))
+        self._attempt_to_open.pop(attempt_id, None)
+
+    # ------------------------------------------------------------ what the service does with an update
+
+    def _publish(self, update: Update, *, is_plain: bool = False) -> None:
+        """Hands out what a turn changed. A step that only decodes sends its block events with a later one, so that it
+        can be skipped."""
+        update.needed.extend(self.scheduler.drain_needed())
+        self.scheduler.drain_reads()
+        update.stats, update.at_s = self.scheduler.stats(), self._loop.now()
+        self.max_kv_blocks = max(self.max_kv_blocks, update.stats.kv_blocks_used)
+        for released in update.released:
+            self.feature_bytes -= self._unit_to_bytes.pop(released.unit, 0)
+        for admitted in update.admitted:
+            self._admitted(admitted)
+        for needed in update.needed:
+            self._need(needed.sequence_id.attempt_id, (needed.unit,), needed.reason)
+        for failed in update.failed:
+            if opened := self._attempt_to_open.pop(failed.attempt, None):
+                opened.answer(self._failure(opened, failed.error))
+        finished = () if update.events is None else update.events.finished
+        if update.events is not None:
+            self._count_tokens(update)
+        self._reporter.take(update)
+        for one in finished:
+            self._finish(one)
+        if not is_plain or finished:
+            self._send_blocks()
+        if update.admitted or update.released or update.failed or update.aborted or finished:
+            self._report_soon()
+
+    def _count_tokens(self, update: Update) -> None:
+        assert update.events is not None
+        for tokens in update.events.tokens:
+            opened = self._attempt_to_open.get(tokens.sequence_id.attempt_id)
+            if opened is not None:
+                opened.num_tokens += len(tokens.token_ids)
+                opened.first_token_at_s = opened.first_token_at_s or self._loop.now()
+                if opened.num_tokens == len(tokens.token_ids):
+                    self._outlets.first_token(opened.request, self._loop.now())
+
+    def _admitted(self, admitted: Admitted) -> None:
+        opened = self._attempt_to_open.get(admitted.attempt)
+        if opened is None:
+            return
+        opened.is_admitted, opened.num_cached = True, admitted.admission.num_cached_tokens
+        dispatched = {opened.request.media[index].mm_hash for index in opened.request.dispatched_items}
+        uncovered = []
+        for unit in admitted.admission.missing_units:
+            if unit in self._unit_to_bytes:
+                continue
+            if unit in opened.announced:
+                self._pull(opened.announced[unit])
+            elif unit.mm_hash not in dispatched:
+                uncovered.append(unit)
+        if uncovered:
+            self._need(admitted.attempt, tuple(uncovered), admitted.admission.reason)
+
+    def _need(self, attempt_id: AttemptId, units: tuple[UnitKey, ...], reason: str) -> None:
+        missing = tuple(unit for unit in units if unit not in self._unit_to_bytes)
+        if missing:
+            self._outlets.need(FeatureNeeded(self.member.member_id, *attempt_id, missing, reason))
+
+    def _finish(self, finished: FinishedSequence) -> None:
+        attempt_id = finished.sequence_id.attempt_id
+        opened = self._attempt_to_open.pop(attempt_id, None)
+        if opened is None:
+            return
+        times = finished.times
+        choice = ChoiceResult(0, finished.finish_reason, finished.num_tokens)
+        opened.answer(
+            GenerateResult(
+                worker_id=self.member.member_id,
+                choices=(choice,),
+                num_prompt_tokens=finished.num_prompt_tokens,
+                num_cached_tokens=finished.num_cached_tokens,
+                queue_s=times.queue_s,
+                prefill_s=times.prefill_s,
+                held_s=times.held_s,
+                first_token_s=times.first_token_s,
+                trace=tuple(opened.trace),
+            )
+        )
+
+    def _failure(self, opened: OpenGeneration, error: WeftError) -> GenerateResult:
+        num_prompt = len(opened.request.token_ids)
+        return GenerateResult(self.member.member_id, (), num_prompt, 0, error=ErrorInfo.of(error))
+
+    def _send_blocks(self) -> None:
+        first_seq, events = self.scheduler.drain_kv_events()
+        if events:
+            self._outlets.broadcast(KvEvents(self.member.member_id, self.member.epoch, first_seq, tuple(events)))
+
+    def _report_soon(self) -> None:
+        if not self._is_report_due:
+            self._is_report_due = True
+            self._loop.soon(self._report)
+
+    def _report(self) -> None:
+        self._is_report_due = False
+        if not self.is_alive:
+            return
+        self._settle()
+        self._send_blocks()
+        self._outlets.broadcast(self._reporter.report())
+        self._reporter.forget_ended(self._attempt_to_open)
+
+    def _tick(self) -> None:
+        if self.is_alive:
+            self._report()
+            self._loop.after(self._config.report_interval_s, self._tick)
+
+    def _trace(self, opened: OpenGeneration, name: str, unit: UnitKey) -> None:
+        detail = {"units": [f"{unit.mm_hash}:{unit.unit}"]}
+        opened.trace.append(TraceEvent(self._loop.now(), self.member.member_id, name, detail))
