@@ -1,2 +1,1 @@
-"""Simulates a cluster on a virtual clock, around the code that runs in production: `weft simulate`.
-"""
+"""Simulates a cluster on a virtual clock, around the code that runs in production: `weft simulate`."""

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from fabric.contracts import (
     AttemptId,
+    BlockHash,
     ConfigError,
     EncoderReport,
     FeatureEvents,
@@ -250,7 +251,8 @@ class KvOnlyPolicy(RoundRobinPolicy):
             self._pending.pop(worker_id, None)
 
     def plan(self, cluster: ClusterState, query: RouteQuery, now: float) -> RoutePlan:
-        overlaps = self._index.lookup(query.block_hashes)
+        (hashes,) = query.scheme_to_hashes.values()
+        overlaps = self._index.lookup([BlockHash(hashes[at : at + 16]) for at in range(0, len(hashes), 16)])
         worker_to_cost = {
             worker_id: self._cost(worker_id, query, overlaps.get(worker_id, 0))
             for worker_id in self._usable_workers(query)

@@ -15,6 +15,7 @@ from typing import Literal
 
 from encoder_pool.encoder_config import EncoderConfig
 from fabric.contracts import (
+    WEFT_KV,
     AttemptId,
     ConfigError,
     EncodeRequest,
@@ -23,6 +24,7 @@ from fabric.contracts import (
     FeatureNeeded,
     GenerateRequest,
     GenerateResult,
+    KvScheme,
     Member,
     MemberId,
     UnitReady,
@@ -96,7 +98,8 @@ class ClusterSettings:
             machine = f"m{index % num_machines}" if self.encoders_stand == "beside" else f"e{index // MACHINE_SIZE}"
         modalities = tuple(self.table.modality_to_encoding) if kind == "encoder" else ()
         name = f"{kind}-{index}"
-        return Member(MemberId(name), kind, f"sim://{name}", machine, 1, modalities)
+        scheme = KvScheme(WEFT_KV, self.block_size) if kind == "worker" else None
+        return Member(MemberId(name), kind, f"sim://{name}", machine, 1, modalities, kv_scheme=scheme)
 
 
 @dataclass(slots=True)
@@ -188,7 +191,6 @@ class SimCluster:
                 policy,
                 self.loop,
                 self,
-                settings.block_size,
                 2 * table.worker.hidden_size,
                 waits_for_media=settings.waits_for_media,
             )

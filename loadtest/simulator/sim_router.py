@@ -96,7 +96,6 @@ class SimRouter:
         policy: RoutingPolicy,
         loop: VirtualLoop,
         outlets: RouterOutlets,
-        block_size: int,
         row_bytes: int,
         *,
         waits_for_media: bool = False,
@@ -105,7 +104,7 @@ class SimRouter:
         self.member_id = member_id
         self.cluster, self.policy = cluster, policy
         self.report_delay_s = 0.0
-        self._loop, self._outlets, self._block_size, self._row_bytes = loop, outlets, block_size, row_bytes
+        self._loop, self._outlets, self._row_bytes = loop, outlets, row_bytes
         self._waits_for_media, self._capacity_wait_s = waits_for_media, capacity_wait_s
         self._attempt_to_routed: dict[AttemptId, RoutedRequest] = {}
         self._waiting = CapacityQueue(cluster)
@@ -150,9 +149,10 @@ class SimRouter:
         query = RouteQuery(
             attempt_id=AttemptId(request.request_id, 0),
             token_count=len(prompt.token_ids),
-            block_hashes=tuple(
-                prompt_block_hashes(prompt.token_ids, self._block_size, prompt.placeholders, prompt.media)
-            ),
+            scheme_to_hashes={
+                scheme: prompt_block_hashes(scheme, prompt.token_ids, prompt.placeholders, prompt.media)
+                for scheme in self.cluster.kv_schemes()
+            },
             media=prompt.media,
             placeholders=prompt.placeholders,
             feature_row_bytes=self._row_bytes,
