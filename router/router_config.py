@@ -15,8 +15,36 @@ from router.planning import PlannerSettings
 MIB = 2**20
 Policy = Literal["error", "reduce", "text_only"]
 """Names what happens to a request with a medium that can't be encoded; see `router.run.failures`."""
+ServiceClass = Literal["interactive", "batch"]
+"""Names how urgent a request is: `interactive` goes first, and `batch` uses capacity that others leave."""
 MODALITY_TO_ENCODE_TIMEOUT_MS = {"image": 10_000, "audio": 20_000, "video": 60_000}
 OTHER_ENCODE_TIMEOUT_MS = 60_000
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A `Tenant` is a party that sends requests, with its share of the cluster and its budgets in each router. A budget
+    of None is that of the router."""
+
+    name: str = "anonymous"
+    key_digests: tuple[str, ...] = ()
+    """Holds the SHA-256 digests of the tenant's API keys, as hexadecimal digits. A tenant without keys sends the
+    requests that carry none."""
+    weight: float = 1.0
+    """A tenant with twice the weight gets twice the service while both wait."""
+    service_class: ServiceClass = "interactive"
+    """With `batch`, all requests of the tenant are of this class; otherwise a request may choose."""
+    ttft_deadline_ms: int | None = None
+    """Applies to requests that state no deadline of their own for their first token."""
+    max_in_flight: int | None = None
+    max_bodies_bytes: int | None = None
+    max_prompt_tokens: int | None = None
+    cache_salt: str = ""
+    """Keeps the tenant's caches apart from those of others; it precedes the salt of a request."""
+
+
+ANONYMOUS = Tenant()
+"""Sends all requests of a cluster that is configured without tenants."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +63,14 @@ class RouterConfig:
     max_bodies_bytes: int = 1024 * MIB
     """Limits the bytes of the bodies (and of the media cut from them) of all requests in flight together."""
     max_in_flight: int = 256
+    max_prompt_tokens: int = 8 * MIB
+    """Limits the prompt tokens of all requests in flight together."""
+    tenants: tuple[Tenant, ...] = ()
+    """Lists the tenants; without any, all requests are those of one anonymous tenant, and no key is asked for."""
+    batch_wait_s: float = 60.0
+    """A request of the class `batch` that has waited this long counts as interactive."""
+    tokens_per_encoder_second: float = 10_000.0
+    """A second of an encoder costs a tenant as much as this many tokens of a worker."""
     max_num_choices: int = 8
     min_priority: int = -(2**31)
     """Limits how urgent a request may be: a request with a lower number is always served first."""

@@ -46,7 +46,10 @@ from router.run import (
     Pools,
     RequestRun,
     RequestStream,
+    RequestTerms,
     RouterContext,
+    TenantBook,
+    TenantLedger,
     Ticket,
 )
 
@@ -72,12 +75,14 @@ class RouterService:
         self.family = prompt_builder.family
         self.traces = TraceRing(config.max_traces)
         self.wall_time = wall_time
-        self.admission = Admission(config.max_in_flight, config.max_bodies_bytes, config.retry_after_s)
+        self.admission = Admission(config, clock)
+        self.tenants = TenantBook(config.tenants)
         shape = prompt_builder.family.shape
         self._codec = prompt_builder.codec
         self._prompt_builder = prompt_builder
         self._runs: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None
+        metrics = RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes)
         self._context = RouterContext(
             member_id=member_id,
             config=config,
@@ -86,13 +91,15 @@ class RouterService:
             plane=plane,
             pools=pools,
             clock=clock,
-            metrics=RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes),
+            metrics=metrics,
+            num_levels=shape.num_levels,
+            ledger=TenantLedger(config, metrics),
         )
         self._feeds = MemberFeeds(self._context)
-        metrics = self._context.metrics
         metrics.registry.register(PlannerSeries(self._context.cluster))
-        self._gate = CapacityGate(self._context.cluster, clock, metrics)
+        self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
         metrics.watch_waiting(lambda: self._gate.num_waiting)
+        metrics.watch_prompts(lambda: self.admission.prompt_tokens)
 
     # ------------------------------------------------------------ start, stop and members
 
@@ -201,29 +208,40 @@ class RouterService:
 
     async def open(self, chat: ChatRequest, ticket: Ticket | None = None, label: str | None = None) -> RequestStream:
         """Starts a request. Raises Overloaded, Draining, or a RequestRefused; Busy or Unavailable if a medium can't be
-        read now. Later errors (also a lack of capacity) come through the stream. Without a ticket the request takes
-        one, and releases it at its terminal event; the caller that gives a ticket also releases it. `label` is the
-        client's own name for the request."""
+        read now. Later errors (also a lack of capacity, and a deadline out of reach) come through the stream. Without a
+        ticket the request takes one, and releases it at its terminal event; the caller that gives a ticket also
+        releases it. `label` is the client's own name for the request."""
         own = self.admission.admit() if ticket is None else None
         ticket = ticket or own
         assert ticket is not None
         admitted_at_s = self._context.clock.now()
+        terms = RequestTerms.of(chat, ticket.tenant, self.config.batch_wait_s, admitted_at_s)
         trace = self._trace(ticket.request_id, chat, label)
+        trace.note(tenant=ticket.tenant.name, service_class=terms.service_class)
         try:
-            draft = await self._prompt_builder.read(chat)
+            if chat.has_media:
+                ticket.enter_media()
+            draft = await self._prompt_builder.read(salted(chat, ticket.tenant.cache_salt))
             prompt = await self._prompt_builder.plan(draft)
+            ticket.take_tokens(len(prompt.token_ids))
         except (Exception, asyncio.CancelledError) as error:
             # This is the top of a request that has no task yet; the HTTP server's loop logs what is not a WeftError.
-            self._refused(trace, error)
+            self._refused(trace, error, terms)
             if own is not None:
                 own.release()
             raise
         trace.note(**prompt.facts, ignored=prompt.ignored_fields)
         self._observe_media(draft, prompt)
-        return self._launch(draft, prompt, trace, admitted_at_s, own)
+        return self._launch(draft, prompt, trace, terms, admitted_at_s, own)
 
     def _launch(
-        self, draft: Draft, prompt: Prompt, trace: RequestTrace, admitted_at_s: float, own: Ticket | None
+        self,
+        draft: Draft,
+        prompt: Prompt,
+        trace: RequestTrace,
+        terms: RequestTerms,
+        admitted_at_s: float,
+        own: Ticket | None,
     ) -> RequestStream:
         request_id, prompt_builder = trace.request_id, self._prompt_builder
         choices = [
@@ -237,7 +255,7 @@ class RouterService:
             lambda losses: prompt_builder.plan(draft, losses),
         )
         age = (self.wall_time(), str(request_id))
-        run = RequestRun(self._context, prompt, stream, age, trace, degradation, self._gate)
+        run = RequestRun(self._context, prompt, stream, age, trace, degradation, self._gate, terms)
         self._runs[request_id] = run
         run.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
         return stream
@@ -259,7 +277,7 @@ class RouterService:
         self.traces.put(trace)
         return trace
 
-    def _refused(self, trace: RequestTrace, error: Exception | asyncio.CancelledError) -> None:
+    def _refused(self, trace: RequestTrace, error: Exception | asyncio.CancelledError, terms: RequestTerms) -> None:
         if isinstance(error, WeftError):
             known = error
         elif isinstance(error, asyncio.CancelledError):
@@ -268,7 +286,9 @@ class RouterService:
             known = WeftError(f"an internal error occurred ({type(error).__name__})")
         trace.add("finished", code=known.code)
         trace.note(outcome=known.code, message=known.message)
-        self._context.metrics.requests.labels(known.code).inc()
+        metrics = self._context.metrics
+        metrics.requests.labels(known.code).inc()
+        metrics.admissions.labels(terms.tenant.name, terms.service_class, known.code).inc()
 
     # ------------------------------------------------------------ messages
 
@@ -304,3 +324,10 @@ class RouterService:
             self._context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
         for lagging in self._context.cluster.apply(message, self._context.clock.now()):
             self._feeds.want_snapshot(lagging)
+        if isinstance(message, WorkerReport):
+            self._gate.changed()  # Blocks may have become free.
+
+
+def salted(chat: ChatRequest, salt: str) -> ChatRequest:
+    """Returns the request with its tenant's salt before its own, so that no tenant shares the caches of another."""
+    return chat.model_copy(update={"cache_salt": f"{salt}/{chat.cache_salt or ''}"}) if salt else chat

@@ -11,6 +11,7 @@
     │   └── Unauthorized
     ├── Busy                      the request may work later; Retry-After is sent
     │   ├── Overloaded                a budget is full
+    │   ├── DeadlineOutOfReach        the first token would come too late, so nothing was spent on the request
     │   ├── MachineBusy               work was not done in time because the machine did not get to it
     │   └── WorkerBackedUp            an encoder holds more for the named worker than its share; another may take it
     ├── Unavailable               a part is missing
@@ -125,9 +126,9 @@ class ModelNotFound(RequestRefused):
 
 
 class Unauthorized(RequestRefused):
-    """The API key is missing or wrong. Nothing raises this error yet: Weft takes any key.
+    """The API key is missing, or belongs to none of the tenants in the config.
 
-    There is nothing to do.
+    Send the key as `Authorization: Bearer KEY`. The operator adds the digest of a key under `tenants`.
     """
 
     code = "invalid_api_key"
@@ -145,6 +146,16 @@ class Overloaded(Busy):
     """
 
     code = "overloaded"
+
+
+class DeadlineOutOfReach(Busy):
+    """The first token of the answer would come after the deadline of the request, so it was refused before any work.
+
+    Send the request again after the time in `Retry-After`, or with a later `weft.ttft_deadline_ms`; add workers or
+    encoders if it happens often.
+    """
+
+    code = "deadline_out_of_reach"
 
 
 class MachineBusy(Busy):

@@ -36,6 +36,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_LISTED_FIELDS = 64
 MAX_FRAMES = 16_384
 """Limits the work per item; the token budget thins frames out long before this limit."""
+MAX_DEADLINE_MS = 3_600_000
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Sampling = Literal["fps", "uniform", "keyframe"]
 
@@ -73,6 +74,16 @@ class MediaKwargs(BaseModel):
     """Says whether the model gets the sound tracks of videos; by default it does if it can process sound."""
 
 
+class WeftOptions(BaseModel):
+    """Holds the options that only Weft has (`weft`). Unknown keys are refused, because nothing else defines them."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    ttft_deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)
+    """The first token should come within this many milliseconds of the request's arrival. A request for which the
+    router predicts a later first token is refused at once (429)."""
+
+
 class ChatRequest(BaseModel):
     """A `ChatRequest` holds the parameters that Weft honours. Names and bounds are OpenAI's, and vLLM's where OpenAI
     has none. Validation of a list stops at its first flaw: the client gets only that one, and a list may have tens of
@@ -101,6 +112,10 @@ class ChatRequest(BaseModel):
     n: int | None = Field(None, ge=1)
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """A request with a lower number is served first, as in vLLM."""
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
+    """This is OpenAI's parameter: `flex` asks for the class `batch`, which costs others nothing; every other value asks
+    for what the tenant's own class gives."""
+    weft: WeftOptions | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: str | None = Field(None, max_length=256)
@@ -140,6 +155,13 @@ class ChatRequest(BaseModel):
         """Tells whether the output may have to match something (see `router.prompt.generation_options`)."""
         asked = (self.response_format, self.structured_outputs, self.guided_json, self.guided_regex, self.guided_choice)
         return any(each is not None for each in asked)
+
+    @property
+    def has_media(self) -> bool:
+        """Tells whether a message has a part that is not text. It looks at types only."""
+        contents = (message.content for message in self.messages)
+        parts = (part for content in contents if isinstance(content, list) for part in content)
+        return any(isinstance(part, Mapping) and part.get("type") not in TEXT_PART_TYPES for part in parts)
 
     @property
     def wants_usage_chunk(self) -> bool:
@@ -203,6 +225,7 @@ PART_TYPE_TO_MODALITY = {
 }
 """Maps the part types that OpenAI and its users know to modalities. A type without a plugin is an unsupported modality,
 not an unknown part."""
+TEXT_PART_TYPES = ("text", "refusal")
 MAX_UUID_LENGTH = 256
 Detail = Literal["auto", "low", "high"]
 
@@ -248,7 +271,7 @@ def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
     if not isinstance(part, Mapping):
         raise InvalidRequest(f"a content part must be an object, not {shown(part)}", param=param)
     kind = part.get("type")
-    if kind in ("text", "refusal"):
+    if kind in TEXT_PART_TYPES:
         text = part.get(kind)
         if not isinstance(text, str):
             raise InvalidRequest(f"a `{kind}` part needs a string under `{kind}`, not {shown(text)}", param=param)

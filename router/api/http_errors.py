@@ -18,6 +18,7 @@ from fabric.contracts import (
     ConfigError,
     ContextLengthExceeded,
     DeadlineExceeded,
+    DeadlineOutOfReach,
     Draining,
     EncodeFailed,
     EncoderLost,
@@ -59,6 +60,7 @@ ERROR_TO_STATUS: dict[type[WeftError], int] = {
     ModelNotFound: 404,
     Unauthorized: 401,
     Overloaded: 429,
+    DeadlineOutOfReach: 429,
     MachineBusy: 503,
     WorkerBackedUp: 503,
     NoCapacity: 503,
@@ -114,6 +116,8 @@ def http_error(error: WeftError, default_retry_after_s: float = 1.0) -> HttpErro
     not to retry; otherwise a client would break three replicas with one request."""
     status = status_of(error)
     headers: dict[str, str] = {}
+    if status == 401:
+        headers["www-authenticate"] = "Bearer"
     if status in (429, 503):
         wait_s = default_retry_after_s if error.retry_after_s is None else error.retry_after_s
         headers["retry-after"] = str(min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s))))

@@ -106,7 +106,7 @@ class HttpEdge:
         service, arrived_s = self._service, asyncio.get_running_loop().time()
         label = client_label(request)
         try:
-            ticket = service.admission.admit()
+            ticket = service.admission.admit(service.tenants.find(api_key(request)))
         except WeftError as error:
             return self._refusal(request, error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
         begin_request(request.scope, ticket.request_id, label)
@@ -239,6 +239,12 @@ def client_label(request: Request) -> str | None:
     """Returns the client's own `x-request-id`, if it is fit to be repeated. It is never an internal id."""
     label = request.headers.get("x-request-id", "")
     return label if CLIENT_LABEL.fullmatch(label) else None
+
+
+def api_key(request: Request) -> str | None:
+    """Returns the key that the client sent, or None if it sent none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() or None if scheme.lower() == "bearer" else None
 
 
 def echo(request: Request) -> dict[str, str]:

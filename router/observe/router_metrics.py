@@ -63,6 +63,24 @@ class RouterMetrics:
             SECONDS,
             ["outcome"],
         )
+        self.gate_wait = self._histogram(
+            "gate_wait_seconds",
+            "The waits of `weft_router_capacity_wait_seconds`, by the class of the request (`interactive`, `batch`).",
+            SECONDS,
+            ["service_class"],
+        )
+        self.admissions = self._counter(
+            "admissions",
+            "Requests by tenant, class and what admission decided: `dispatched`, or the code of the error with which "
+            "the request was refused before anything was spent on it.",
+            ["tenant", "service_class", "outcome"],
+        )
+        self.tenant_tokens = self._counter(
+            "tenant_tokens", "Tokens that workers computed and generated for a tenant.", ["tenant"]
+        )
+        self.tenant_encoder_s = self._counter(
+            "tenant_encoder_seconds", "Time of encoders' forward passes for a tenant.", ["tenant"]
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens that were found in a KV cache.")
         self.covered_items = self._counter(
@@ -98,6 +116,10 @@ class RouterMetrics:
 
     def _gauge(self, name: str, text: str, read: Callable[[], int]) -> None:
         Gauge(f"weft_router_{name}", text, registry=self.registry).set_function(read)
+
+    def watch_prompts(self, num_tokens: Callable[[], int]) -> None:
+        """Adds the gauge of prompt tokens in flight. It is called once."""
+        self._gauge("prompt_tokens_in_flight", "Prompt tokens of the requests in flight.", num_tokens)
 
     def watch_waiting(self, num_waiting: Callable[[], int]) -> None:
         """Adds the gauge of requests that wait for a worker or an encoder. It is called once."""

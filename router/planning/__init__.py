@@ -16,13 +16,14 @@ The folder knows nothing of HTTP, of the contents of requests, or of the calls t
 
 from router.planning.capacity_queue import CapacityNeed, CapacityQueue, Standing, Supply, TenantShares, Waiter
 from router.planning.cluster_state import ClusterState, PlannerSettings
-from router.planning.kv_room import BATCH_HEADROOM, KvRoom, RoomNeed
+from router.planning.kv_room import BATCH_HEADROOM, ROOM_NOW, KvRoom, RoomNeed
 from router.planning.link_classes import LinkClass, LinkOverride, MemberSelector
 from router.planning.saved_costs import SavedCosts, decode_costs, encode_costs
 from router.planning.views import RoutePlan, RouteQuery
 
 __all__ = [
     "BATCH_HEADROOM",
+    "ROOM_NOW",
     "CapacityNeed",
     "CapacityQueue",
     "ClusterState",

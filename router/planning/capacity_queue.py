@@ -114,6 +114,10 @@ class Waiter:
         return bool(self.need.modalities)
 
     @property
+    def num_tokens(self) -> int:
+        return 0 if self.room is None else self.room.num_prompt_tokens
+
+    @property
     def line(self) -> tuple[CapacityNeed, str, bool]:
         return self.need, self.standing.tenant, self.standing.is_batch
 
@@ -213,6 +217,8 @@ class CapacityQueue:
         self._lines: dict[tuple[CapacityNeed, str, bool], _Line] = {}
         self._by_deadline = _Line(self._waiting)
         self._reservation: _Reservation | None = None
+        self.num_waiting_tokens = 0
+        """Counts the prompt tokens of the waiting requests that need room."""
 
     @property
     def num_waiting(self) -> int:
@@ -230,6 +236,7 @@ class CapacityQueue:
             group.max_on_the_way = self._first_on_the_way
         group.num_lacking += waiter.lacks_members
         self._waiting.add(waiter)
+        self.num_waiting_tokens += waiter.num_tokens
         if waiter.line not in self._lines:
             self._lines[waiter.line] = _Line(self._waiting)
         self._lines[waiter.line].add((waiter.standing.priority, *waiter.age), waiter)
@@ -257,7 +264,13 @@ class CapacityQueue:
             return True
         if newcomer.standing.is_spare(now) and self._has_urgent(survey.roomless, now):
             return True
-        return self._room_of(newcomer, now).verdict == "later"
+        return self.lacks_room(newcomer, self._room_of(newcomer, now), now)
+
+    def lacks_room(self, newcomer: Waiter, room: KvRoom, now: float) -> bool:
+        """Returns whether a request, about which the supply has said `room`, must wait for room. It does not if the
+        members that it needs are missing: then its plan finds that out."""
+        excluded = newcomer.need.excluded(now)
+        return room.verdict == "later" and self._supply.can_serve(newcomer.need.modalities, excluded, now)
 
     def reserved_from(self, waiter: Waiter | None) -> frozenset[MemberId]:
         """Returns the workers that other requests than `waiter` have reserved."""
@@ -302,6 +315,7 @@ class CapacityQueue:
 
     def _drop(self, waiter: Waiter) -> None:
         self._waiting.remove(waiter)
+        self.num_waiting_tokens -= waiter.num_tokens
         self._groups[waiter.has_media].num_lacking -= waiter.lacks_members
         self.shares.end_waiting(waiter.standing.tenant)
         if self._reservation is not None and self._reservation.waiter is waiter:

@@ -79,6 +79,8 @@ class KvRoom(NamedTuple):
     """Names the worker that lacks the fewest blocks."""
     wait_s: float | None = None
     """This is the predicted time until a worker has room; None if it is unknown, and 0 if there is room now."""
+    blocks_per_s: float = 0.0
+    """This is the rate at which all workers that may be used return blocks."""
     max_tokens: int = 0
     """Counts the tokens that the largest KV pool holds."""
     max_unit_bytes: int = 0
@@ -105,18 +107,20 @@ def kv_room(need: RoomNeed, stocks: WorkerStocks) -> KvRoom:
     max_unit_bytes = int(stocks.inbox_bytes.max())
     too_small = frozenset(stocks.worker_ids[int(at)] for at in np.flatnonzero(is_too_small))
     if is_too_small.all():
-        return KvRoom("never", too_small, None, None, max_tokens, max_unit_bytes)
+        return KvRoom("never", too_small, max_tokens=max_tokens, max_unit_bytes=max_unit_bytes)
     headroom = np.ceil(need.headroom * total).astype(np.int64)
     taken = np.maximum(0, need.num_blocks(stocks.block_sizes) - stocks.covered_blocks) + headroom
     # An empty worker takes any request that is not too large for it.
     lacking = np.where(is_sized, np.maximum(0, np.minimum(taken, total) - stocks.free_blocks), 0)
     candidates = np.flatnonzero(~is_too_small & stocks.is_usable)
     if not len(candidates):
-        return KvRoom("later", too_small, None, None, max_tokens, max_unit_bytes)
-    nearest = stocks.worker_ids[int(candidates[np.argmin(lacking[candidates])])]
-    if (lacking[candidates] == 0).any():
-        return KvRoom("now", too_small, nearest, 0.0, max_tokens, max_unit_bytes)
-    rates = stocks.blocks_per_s[candidates]
-    known = rates > 0
-    wait_s = float((lacking[candidates][known] / rates[known]).min()) if known.any() else None
-    return KvRoom("later", too_small, nearest, wait_s, max_tokens, max_unit_bytes)
+        return KvRoom("later", too_small, max_tokens=max_tokens, max_unit_bytes=max_unit_bytes)
+    lacking, rates = lacking[candidates], stocks.blocks_per_s[candidates]
+    nearest = stocks.worker_ids[int(candidates[np.argmin(lacking)])]
+    is_known = rates > 0
+    if (lacking == 0).any():
+        wait_s: float | None = 0.0
+    else:
+        wait_s = float((lacking[is_known] / rates[is_known]).min()) if is_known.any() else None
+    verdict: Verdict = "now" if wait_s == 0.0 else "later"
+    return KvRoom(verdict, too_small, nearest, wait_s, float(rates.sum()), max_tokens, max_unit_bytes)

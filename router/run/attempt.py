@@ -26,6 +26,7 @@ from fabric.contracts import (
 from router.observe import RequestTrace
 from router.planning import RoutePlan, RouteQuery
 from router.prompt import Prompt
+from router.run.admission import check_deadline
 from router.run.context import RouterContext
 from router.run.encode_dispatcher import ELSEWHERE, Dispatch, EncodeDispatcher
 from router.run.failures import Setbacks
@@ -43,9 +44,10 @@ class Attempt:
         age: tuple[float, str],
         setbacks: Setbacks,
         trace: RequestTrace,
+        kept_out: frozenset[MemberId] = frozenset(),
     ) -> None:
         """Creates an attempt that is not yet planned. `setbacks` belong to the request; the attempt records there which
-        members failed it."""
+        members failed it. No plan of the attempt uses the members in `kept_out`."""
         self.attempt_id = attempt_id
         self.plan: RoutePlan | None = None
         self.dispatched_at_s = 0.0
@@ -56,6 +58,7 @@ class Attempt:
         self._age = age
         self._setbacks = setbacks
         self._trace = trace
+        self._kept_out = kept_out
         self._generate: asyncio.Task[GenerateResult] | None = None
         self._dispatcher: EncodeDispatcher | None = None
         self._ended: asyncio.Queue[asyncio.Task[GenerateResult] | asyncio.Task[EncodeResult] | WeftError] = (
@@ -68,13 +71,19 @@ class Attempt:
 
     # ------------------------------------------------------------ dispatch
 
-    def dispatch(self, emitted: Sequence[tuple[int, ...]]) -> RoutePlan:
+    def preview(self) -> RoutePlan:
+        """Returns the plan of an attempt that would be dispatched now, and changes nothing. Raises NoCapacity."""
+        return self._context.cluster.plan(self._query(), self._context.clock.now())
+
+    def dispatch(self, emitted: Sequence[tuple[int, ...]], first_token_by_s: float | None = None) -> RoutePlan:
         """Plans the attempt and starts all its calls; awaits nothing. `emitted` holds, per choice, the tokens that
-        former attempts sent. Raises NoCapacity."""
+        former attempts sent. Raises NoCapacity, and DeadlineOutOfReach if the first token would come after
+        `first_token_by_s`."""
         context, (request_id, attempt) = self._context, self.attempt_id
         now = context.clock.now()
         query = self._query()
         plan = context.cluster.plan(query, now)
+        check_deadline(plan.predicted_ttft_s, first_token_by_s, now)
         self.plan, self.dispatched_at_s = plan, now
         context.cluster.note_dispatched(query, plan, now)
         context.metrics.covered_items.inc(len(plan.covered_items))
@@ -100,7 +109,7 @@ class Attempt:
             media=prompt.media,
             placeholders=prompt.placeholders,
             feature_row_bytes=self._context.feature_row_bytes,
-            excluded=self._setbacks.excluded(self._context.clock.now()),
+            excluded=self._setbacks.excluded(self._context.clock.now()) | self._kept_out,
         )
 
     def _generate_request(self, plan: RoutePlan, emitted: Sequence[tuple[int, ...]]) -> GenerateRequest:
@@ -174,6 +183,11 @@ class Attempt:
             self._context.exclude(worker_id)
         if isinstance(error, ELSEWHERE):
             self._setbacks.exclude(worker_id, error, self._context.clock.now())
+
+    @property
+    def encoder_s(self) -> float:
+        """Returns the seconds of encoders' forward passes that the attempt has used so far."""
+        return 0.0 if self._dispatcher is None else self._dispatcher.encoder_s
 
     @property
     def failed_items(self) -> tuple[MediaItem, ...]:

@@ -1,6 +1,6 @@
 """Holds what all requests of one router share: `RouterContext` with the router's view of the cluster, its message
-plane, its clock and its `Tasks`; `Pools`, the calls to members; `Admission`, which limits what is in flight; and
-`CapacityGate`, where requests wait for members.
+plane, its clock and its `Tasks`; `Pools`, the calls to members; and `CapacityGate`, where requests wait for members and
+for room at them.
 
 These stand together because each of them exists once in a router, before any request, and all requests use it; the
 members change meanwhile. The module knows nothing of single requests (no prompt, plan, attempt or stream), and nothing
@@ -11,29 +11,25 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fabric.contracts import (
     Clock,
-    Draining,
     EncodeRequest,
     EncodeResult,
     GenerateRequest,
     GenerateResult,
     Member,
     MemberId,
-    Overloaded,
     PlaneMessage,
-    RequestId,
-    mint_request_id,
 )
 from fabric.transport import Plane
 from router.observe import RouterMetrics
-from router.planning import CapacityNeed, CapacityQueue, ClusterState, Supply, Waiter
+from router.planning import CapacityQueue, ClusterState, KvRoom, Supply, TenantShares, Waiter
 from router.router_config import RouterConfig
+from router.run.admission import TenantLedger
 
 T = TypeVar("T")
 
@@ -79,11 +75,14 @@ class RouterContext:
     config: RouterConfig
     feature_row_bytes: int
     """This is the number of bytes of one feature row on one level: `hidden_size * itemsize` of the model."""
+    num_levels: int
+    """Counts the levels of a feature, where a medium does not state them."""
     cluster: ClusterState
     plane: Plane
     pools: Pools
     clock: Clock
     metrics: RouterMetrics
+    ledger: TenantLedger
     tasks: Tasks = field(default_factory=Tasks)
     members: dict[MemberId, Member] = field(default_factory=dict)
     """Holds the workers and encoders that are there."""
@@ -132,97 +131,20 @@ class EncoderPool(Protocol):
         ...
 
 
-# ------------------------------------------------------------ admission
-
-
-class Admission:
-    """Limits what may be in flight at once: the number of requests, and the bytes of their bodies. It refuses requests
-    beyond the limits before any work is spent on them."""
-
-    def __init__(self, max_in_flight: int, max_bodies_bytes: int, retry_after_s: float) -> None:
-        self._max_in_flight = max_in_flight
-        self._max_bodies_bytes = max_bodies_bytes
-        self._retry_after_s = retry_after_s
-        self._when_empty: list[Callable[[], None]] = []
-        self.is_closed = False
-        self.num_in_flight = 0
-        self.bodies_bytes = 0
-
-    def close(self, when_empty: Callable[[], None]) -> None:
-        """Stops admitting requests. Calls `when_empty` once no request is in flight, at once if there is none now."""
-        self.is_closed = True
-        self._when_empty.append(when_empty)
-        self._tell_when_empty()
-
-    def admit(self) -> Ticket:
-        """Returns a ticket with a new request id. Raises Overloaded if too many requests are in flight, or Draining
-        once it is closed."""
-        if self.is_closed:
-            raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
-        if self.num_in_flight >= self._max_in_flight:
-            message = (
-                f"{self.num_in_flight} requests are in flight, and this router takes at most {self._max_in_flight}"
-            )
-            raise Overloaded(message, retry_after_s=self._retry_after_s)
-        self.num_in_flight += 1
-        return Ticket(self, mint_request_id())
-
-    def take_bytes(self, num_bytes: int) -> None:
-        """Counts bytes of a body; tickets call it. Raises Overloaded if all bodies together exceed the budget."""
-        if self.bodies_bytes + num_bytes > self._max_bodies_bytes:
-            total_bytes = self.bodies_bytes + num_bytes
-            raise Overloaded(
-                f"the bodies in flight would have {total_bytes} bytes, and this router takes at most "
-                f"{self._max_bodies_bytes}",
-                retry_after_s=self._retry_after_s,
-            )
-        self.bodies_bytes += num_bytes
-
-    def give_back(self, ticket: Ticket) -> None:
-        """Returns a ticket's place and bytes; tickets call it."""
-        self.num_in_flight -= 1
-        self.bodies_bytes -= ticket.num_bytes
-        self._tell_when_empty()
-
-    def _tell_when_empty(self) -> None:
-        while self._when_empty and not self.num_in_flight:
-            self._when_empty.pop()()
-
-
-class Ticket:
-    """A `Ticket` is a place among the requests in flight. The request holds it until `release`, which may be called
-    twice."""
-
-    def __init__(self, admission: Admission, request_id: RequestId) -> None:
-        self.request_id = request_id
-        self.num_bytes = 0
-        self._admission: Admission | None = admission
-
-    def grow(self, num_bytes: int) -> None:
-        """Counts `num_bytes` more bytes of body. Raises Overloaded if all bodies together exceed the budget."""
-        assert self._admission is not None, "the ticket was released"
-        self._admission.take_bytes(num_bytes)
-        self.num_bytes += num_bytes
-
-    def release(self) -> None:
-        if self._admission is not None:
-            self._admission.give_back(self)
-            self._admission = None
-
-
 # ------------------------------------------------------------ the wait for capacity
 
 
 class CapacityGate:
-    """A `CapacityGate` lets requests wait until a worker, or an encoder of the right kind, is there. It runs a
-    `CapacityQueue` in the router's event loop, to which it belongs.
+    """A `CapacityGate` lets requests wait until a worker, or an encoder of the right kind, is there, and until a worker
+    has room. It runs a `CapacityQueue` in the router's event loop, to which it belongs.
 
-    Nothing polls. A waiting request wakes when the members change, when an exclusion ends, or at its own deadline. Each
-    turn of the loop releases one request, so that the plan of each counts the load of those released before it."""
+    Nothing polls. A waiting request wakes when the members change, when blocks become free, when an exclusion ends, or
+    at its own deadline. Each turn of the loop releases one request, so that the plan of each counts the load of those
+    released before it."""
 
-    def __init__(self, supply: Supply, clock: Clock, metrics: RouterMetrics) -> None:
+    def __init__(self, supply: Supply, clock: Clock, metrics: RouterMetrics, shares: TenantShares) -> None:
         self.clock, self.metrics = clock, metrics
-        self._queue = CapacityQueue(supply)
+        self._queue = CapacityQueue(supply, shares=shares)
         self._waits: dict[Waiter, Wait] = {}
         self._is_releasing = False
         self._timer: asyncio.TimerHandle | None = None
@@ -231,13 +153,25 @@ class CapacityGate:
     def num_waiting(self) -> int:
         return self._queue.num_waiting
 
-    def must_wait(self, age: tuple[float, str]) -> bool:
-        """Returns whether requests that already wait must be released ahead of a request of this age."""
-        return self._queue.num_waiting > 0 and self._queue.must_wait(Waiter(age, CapacityNeed(), inf), self.clock.now())
+    def must_wait(self, newcomer: Waiter, room: KvRoom) -> bool:
+        """Returns whether a request must join the queue: because others are ahead of it, or because no worker has room
+        for it. `room` is what the supply has said about the request."""
+        if not self._queue.num_waiting:
+            return self._queue.lacks_room(newcomer, room, self.clock.now())
+        return self._queue.must_wait(newcomer, self.clock.now())
 
-    def join(self, age: tuple[float, str], need: CapacityNeed, limit_s: float) -> Wait:
-        """Adds a request to the queue for at most `limit_s` seconds, and returns its wait."""
-        wait = Wait(self, Waiter(age, need, self.clock.now() + limit_s))
+    def reserved_from(self, wait: Wait | None) -> frozenset[MemberId]:
+        """Returns the workers that requests other than that of `wait` have reserved."""
+        return self._queue.reserved_from(None if wait is None else wait.waiter)
+
+    def wait_ahead_s(self, blocks_per_s: float, block_size: int) -> float:
+        """Predicts the time until the requests that wait for room have got it, if workers return this many blocks per
+        second."""
+        return self._queue.num_waiting_tokens / block_size / blocks_per_s if blocks_per_s > 0 else 0.0
+
+    def join(self, waiter: Waiter) -> Wait:
+        """Adds a request to the queue until its deadline at the latest, and returns its wait."""
+        wait = Wait(self, waiter)
         self._waits[wait.waiter] = wait
         self._queue.join(wait.waiter)
         self.changed()
@@ -245,7 +179,8 @@ class CapacityGate:
 
     def changed(self) -> None:
         """Releases, in the next turns of the loop, the requests that can be served now. It is called when members
-        joined or left, and when a released request gave up its place or got its first token."""
+        joined or left, when a worker reported or an attempt ended, and when a released request gave up its place or got
+        its first token."""
         if self._queue.num_waiting and not self._is_releasing:
             self._is_releasing = True
             asyncio.get_running_loop().call_soon(self._release)
@@ -307,6 +242,8 @@ class Wait:
         finally:
             self.waited_s = self._gate.clock.now() - self._began_s
             self._gate.metrics.capacity_wait.labels(outcome).observe(self.waited_s)
+            service_class = "batch" if self.waiter.standing.is_batch else "interactive"
+            self._gate.metrics.gate_wait.labels(service_class).observe(self.waited_s)
 
     def end(self, is_served: bool) -> None:
         """Ends the wait now with the outcome `is_served`, whether or not a member came. Has no effect once the wait is

@@ -86,6 +86,8 @@ class EncodeDispatcher:
         """Holds the indexes of items that failed to encode, if that failure ended the attempt."""
         self.lacks_encoder = False
         """This is True if the attempt ended because no encoder was left for an item."""
+        self.encoder_s = 0.0
+        """Sums the shares of forward passes that the attempt's items have taken."""
         self._calls: dict[asyncio.Task[EncodeResult], OpenEncode] = {}
         self._num_encodes = [0] * len(prompt.media)
         self._num_refusals = [0] * len(prompt.media)
@@ -113,6 +115,7 @@ class EncodeDispatcher:
             self._give_up(items, error)
         self._trace.extend(result.trace)
         self._context.cluster.observe_encode(self._dispatch.plan, result, self._context.clock.now())
+        self.encoder_s += sum(self._share_s(item) for item in result.items)
         failed: dict[int, WeftError] = {}
         code_to_moved: dict[str, tuple[WeftError, list[int]]] = {}
         for each in result.items:
@@ -167,6 +170,11 @@ class EncodeDispatcher:
         error.param = error.param or self._prompt.media[min(items)].part
         self._context.metrics.dispatch_errors.labels("encode", error.code).inc()
         raise error
+
+    def _share_s(self, item: ItemResult) -> float:
+        """Returns the item's share of the forward passes that it was part of, by cost."""
+        times, own_cost = item.times, self._prompt.media[item.index].cost
+        return times.encode_s * own_cost / max(times.batch_cost, own_cost) if own_cost > 0 else 0.0
 
     def _item_failed(self, encoder_id: MemberId, item: ItemResult, error: WeftError) -> WeftError | None:
         """Handles the error of one item. Returns the error if it is still to be handled, or None if the item's encoding

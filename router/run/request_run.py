@@ -4,8 +4,9 @@ for the metrics and the trace, and decides nothing.
 
 Tokens that were sent are kept: the next attempt gets them and continues after them. Exactly one terminal event reaches
 the stream in every case. Before the first token, the `DegradationPolicy` may reduce or remove a medium that could not
-be encoded; the prompt then changes, and a new attempt starts. While no worker is there, or no encoder for one of its
-media, the request waits at the `CapacityGate` and holds nothing on any member.
+be encoded; the prompt then changes, and a new attempt starts. While no worker is there or has room, or no encoder is
+there for one of its media, the request waits at the `CapacityGate` and holds nothing on any member. A request that can
+never have room, or whose first token would come after its deadline, is refused before any member is asked.
 
 The module knows nothing of HTTP, or of how a prompt is made.
 """
@@ -15,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 
 from fabric.contracts import (
     Aborted,
     AttemptId,
     Busy,
     ChoiceResult,
+    DeadlineOutOfReach,
     FeatureNeeded,
     GenerateResult,
     MachineBusy,
@@ -36,12 +39,16 @@ from fabric.contracts import (
 )
 from router.api import Usage
 from router.observe import RequestTrace, Timing
-from router.planning import CapacityNeed
+from router.planning import (
+    RoutePlan,
+)
 from router.prompt import Prompt
+from router.run.admission import AttemptUsage, RequestTerms
 from router.run.attempt import Attempt
-from router.run.context import CapacityGate, RouterContext, Wait
+from router.run.context import CapacityGate, RouterContext
 from router.run.failures import DegradationPolicy, Setbacks
 from router.run.request_output import RequestStream
+from router.run.turn import Turn
 
 logger = logging.getLogger(__name__)
 RETRIED = (Unavailable, TransferError, Busy)
@@ -62,6 +69,7 @@ class RequestRun:
         trace: RequestTrace,
         degradation: DegradationPolicy,
         gate: CapacityGate,
+        terms: RequestTerms,
     ) -> None:
         self.stream = stream
         self._context = context
@@ -72,9 +80,10 @@ class RequestRun:
         self._account = Account(context, stream, trace)
         self._attempt: Attempt | None = None
         self._gate = gate
-        self._wait: Wait | None = None
-        self._waited_s = 0.0
+        self._charge: tuple[float, int] | None = None
+        """Holds what the open attempt was charged, and the tokens that were sent before it."""
         self._setbacks = Setbacks(context.config.exclusion_s)
+        self._turn = Turn(context, gate, terms, age, self._setbacks, trace)
         self._all_finished = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._stopped_choices: set[int] = set()
@@ -128,8 +137,7 @@ class RequestRun:
             return
         before = choice.num_tokens
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
-        if self._wait is not None and self._wait.is_over:
-            self._leave_line(has_arrived=True)
+        self._turn.token_arrived()
         if choice.num_tokens > before:
             self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:
@@ -158,8 +166,7 @@ class RequestRun:
         if self.stream.are_choices_finished and self._attempt is not None:
             self._all_finished.set()
             self._attempt.settle(self._context.config.settle_timeout_s)
-            if self._wait is not None:
-                self._wait.end(is_served=True)
+            self._turn.end_wait()
 
     # ------------------------------------------------------------ attempts
 
@@ -190,19 +197,29 @@ class RequestRun:
         it ran at all."""
         if not self._is_concluded:
             self._is_concluded = True
-            self._leave_line()
+            self._turn.leave()
             self.stream.fail(Aborted("the request was cancelled"))
             self._account.close(self._prompt)
+            self._count_refusal()
             self._on_end()
+
+    def _count_refusal(self) -> None:
+        """Counts a request that ended before it was dispatched."""
+        terms, error = self._turn.terms, self.stream.error
+        if error is not None and not self._turn.is_dispatched:
+            labels = terms.tenant.name, terms.service_class, error.code
+            self._context.metrics.admissions.labels(*labels).inc()
 
     async def _serve(self) -> GenerateResult | None:
         number = 0
         while self._setbacks.num_failed_attempts < self._context.config.max_attempts:
-            await self._take_turn()
+            await self._turn.take(
+                self._prompt, self._num_generated, lambda kept_out: self._make_attempt(0, kept_out).preview()
+            )
             is_served = self.stream.are_choices_finished
             if is_served:
                 return None  # Only the worker's own account of the request is missing.
-            attempt = self._make_attempt(number)
+            attempt = self._make_attempt(number, self._turn.kept_out)
             try:
                 return await self._try(attempt)
             except WeftError as error:
@@ -211,7 +228,7 @@ class RequestRun:
                 if await self._steps_down(attempt, error):
                     number += 1
                     continue
-                if not isinstance(error, RETRIED) or isinstance(error, MachineBusy):
+                if not isinstance(error, RETRIED) or isinstance(error, MachineBusy | DeadlineOutOfReach):
                     raise
                 if attempt.plan is None:
                     await self._await_capacity(error)
@@ -223,16 +240,23 @@ class RequestRun:
                 logger.warning("attempt %d of request %s failed: %s", failed, request_id, error.message)
         raise self._setbacks.verdict()
 
-    def _make_attempt(self, number: int) -> Attempt:
+    @property
+    def _num_generated(self) -> int:
+        return max(choice.num_tokens for choice in self.stream.choices)
+
+    def _make_attempt(self, number: int, kept_out: frozenset[MemberId]) -> Attempt:
         attempt_id = AttemptId(self.stream.request_id, number)
-        return Attempt(self._context, self._prompt, attempt_id, self._age, self._setbacks, self._trace)
+        priority = self._turn.terms.member_priority(self._prompt.priority, self._context.clock.now())
+        prompt = self._prompt if priority == self._prompt.priority else replace(self._prompt, priority=priority)
+        return Attempt(self._context, prompt, attempt_id, self._age, self._setbacks, self._trace, kept_out)
 
     async def _try(self, attempt: Attempt) -> GenerateResult | None:
         """Dispatches an attempt and awaits its result. Until the dispatch, tokens that the former attempt still sends
         count, because one of them may have been the last token."""
         try:
             is_first = attempt.attempt_id.attempt == 0
-            attempt.dispatch(() if is_first else [choice.emitted for choice in self.stream.choices])
+            emitted = () if is_first else [choice.emitted for choice in self.stream.choices]
+            self._note_dispatched(attempt.dispatch(emitted, self._turn.first_token_by_s))
             for choice in self.stream.choices:
                 choice.order.restart()
             self._stopped_choices.clear()
@@ -241,11 +265,14 @@ class RequestRun:
             if result is not None:
                 await self._settle(result)
             self._context.metrics.attempts.labels("ok").inc()
+            self._settle_charge(attempt, result)
             return result
         finally:
             self._account.attempt_ended(attempt)
             attempt.close()
-            self._leave_line()
+            self._settle_charge(attempt, None)
+            self._turn.leave()
+            self._gate.changed()
 
     async def _steps_down(self, attempt: Attempt, error: WeftError) -> bool:
         """Tries to continue the request without what could not be encoded, and returns whether it continues. It never
@@ -298,50 +325,45 @@ class RequestRun:
 
     # ------------------------------------------------------------ waiting
 
-    async def _take_turn(self) -> None:
-        """Joins the queue if requests that have waited longer could be served now, and waits for this request's
-        turn."""
-        is_released = self._wait is not None
-        if not is_released and self._left_to_wait_s > 0 and self._gate.must_wait(self._age):
-            await self._stand_in_line("requests that have waited longer are served first")
+    def _note_dispatched(self, plan: RoutePlan) -> None:
+        """Charges the request's tenant by the plan."""
+        prompt, terms, metrics = self._prompt, self._turn.terms, self._context.metrics
+        charge = self._context.ledger.charge(terms.tenant.name, plan, prompt.stop.max_tokens, prompt.num_choices)
+        self._charge = charge, self._num_sent
+        if not self._turn.is_dispatched:
+            self._turn.is_dispatched = True
+            metrics.admissions.labels(terms.tenant.name, terms.service_class, "dispatched").inc()
+        self._trace.add("charged", tenant=terms.tenant.name, service_class=terms.service_class, tokens=charge)
+
+    def _settle_charge(self, attempt: Attempt, result: GenerateResult | None) -> None:
+        """Corrects the charge of an attempt, once. Of an attempt without a result it is known only what it has sent,
+        and that its prompt was computed if it has sent something."""
+        if attempt.plan is None or self._charge is None:
+            return
+        (charge, num_before), self._charge = self._charge, None
+        num_generated = self._num_sent - num_before
+        num_computed = attempt.plan.explanation.winner.num_prefill_tokens if num_generated else 0
+        if result is not None:
+            num_computed = result.num_prompt_tokens - result.num_cached_tokens
+        usage = AttemptUsage(
+            num_computed, num_generated, attempt.encoder_s, len(self.stream.choices), is_complete=result is not None
+        )
+        self._context.ledger.settle(self._turn.terms.tenant.name, charge, usage)
+
+    @property
+    def _num_sent(self) -> int:
+        return sum(choice.num_tokens for choice in self.stream.choices)
 
     async def _await_capacity(self, error: WeftError) -> None:
         """Waits until the members that the prompt needs are there, for what is left of `capacity_wait_s`. Raises the
         error that ends the request: at once if the request is blamed for lost workers, or if it has not waited yet and
         members were only busy; otherwise when the time is over."""
-        is_refused = self._setbacks.is_only_busy and not self._waited_s
+        is_refused = self._setbacks.is_only_busy and not self._turn.waited_s
         if self._setbacks.is_to_blame or is_refused:
             raise self._setbacks.verdict(error) from error
-        if self._left_to_wait_s <= 0 or not await self._stand_in_line(error.message):
-            message = f"{error.message}, and none came within {self._waited_s:.3g} s"
+        if not await self._turn.await_members(self._prompt, self._num_generated, error.message):
+            message = f"{error.message}, and none came within {self._turn.waited_s:.3g} s"
             raise self._setbacks.verdict(NoCapacity(message)) from error
-
-    @property
-    def _left_to_wait_s(self) -> float:
-        return self._context.config.capacity_wait_s - self._waited_s
-
-    async def _stand_in_line(self, reason: str) -> bool:
-        """Waits in the queue for the members that the prompt needs. Returns False if the time was over before the
-        members were there."""
-        modalities = frozenset(item.modality for item in self._prompt.media)
-        need = CapacityNeed(modalities, self._setbacks.exclusions(self._context.clock.now()))
-        self._trace.add("waiting", reason=reason)
-        self._wait = wait = self._gate.join(self._age, need, self._left_to_wait_s)
-        is_served = False
-        try:
-            is_served = await wait.ended()
-        finally:
-            self._waited_s += wait.waited_s
-            if not is_served:
-                self._leave_line()
-        self._trace.add("waited", waited_s=wait.waited_s, is_served=is_served)
-        return is_served
-
-    def _leave_line(self, has_arrived: bool = False) -> None:
-        """Gives up the place in the queue, because the request has its first token or its attempt has ended."""
-        if self._wait is not None:
-            self._wait.leave(has_arrived)
-            self._wait = None
 
 
 # ------------------------------------------------------------ the request's measurements

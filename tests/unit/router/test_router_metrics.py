@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from router_chats import chat, expected, image, read
 
-from deploy.testing import FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
+from deploy.testing import TINY_MODEL, FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
 from fabric.contracts import (
     BlocksStored,
     EncodeCost,
@@ -32,6 +32,7 @@ from fabric.contracts import (
 from fabric.contracts.member_reports import ReportedMetric, counter, gauge, metrics_of
 from modalities.family import DEFAULT_OPTIONS, ItemPlan, MediaHeader, MediaOptions
 from router.observe import RouterMetrics
+from router.router_config import RouterConfig
 from router.run import Admission
 
 
@@ -348,7 +349,8 @@ def test_two_routers_share_no_registry() -> None:
 
 
 def test_admission_counts_requests_and_bytes_and_forgives_double_release() -> None:
-    admission = Admission(max_in_flight=2, max_bodies_bytes=100, retry_after_s=1.5)
+    config = RouterConfig(TINY_MODEL, 1.0, 16, max_in_flight=2, max_bodies_bytes=100, retry_after_s=1.5)
+    admission = Admission(config, ManualClock())
     first, second = admission.admit(), admission.admit()
     assert first.request_id != second.request_id
     with pytest.raises(Overloaded) as caught:

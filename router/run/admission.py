@@ -1,0 +1,374 @@
+"""Decides which requests a router takes, and keeps account of what they use. `TenantBook` finds the tenant of an API
+key. `Admission` limits what is in flight at once, for the whole router and for each tenant: requests, the bytes of
+their bodies, and the tokens of their prompts. A request that passes a budget is refused before work is spent on it,
+with the time after which it would fit. `TenantLedger` charges the tenants for encoder seconds and worker tokens.
+
+A part of each budget is kept for requests without media, so that slow encoders and large files never keep text out. The
+module knows nothing of HTTP, and nothing of members: `CapacityGate` lets admitted requests wait for those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from fabric.contracts import Clock, DeadlineOutOfReach, Draining, Overloaded, RequestId, Unauthorized, mint_request_id
+from router.api import ChatRequest
+from router.observe import RouterMetrics
+from router.planning import RoutePlan, Standing, TenantShares
+from router.router_config import ANONYMOUS, RouterConfig, Tenant
+
+SMALL_BODY_BYTES = 64 * 1024
+"""A body of at most this size counts as text; longer texts exist, but media that are smaller hardly do."""
+TEXT_SHARE_OF_BYTES = 16
+"""One part in this many of the budget for bodies is kept for small bodies."""
+TEXT_SHARE_OF_PLACES = 8
+"""One place in this many is kept for requests without media."""
+BATCH_PRIORITY = 2**32
+"""This is added to the priority of a request of the class `batch` at members, so that every interactive request goes
+first there. It is larger than the range of the priorities that clients may set."""
+
+
+# ------------------------------------------------------------ tenants
+
+
+class TenantBook:
+    """Finds the tenant of an API key. The keys themselves are nowhere in the process: it compares digests, and each
+    look-up compares with the digests of all tenants, in a time that does not depend on how much of one matches."""
+
+    def __init__(self, tenants: Iterable[Tenant]) -> None:
+        self._tenants = tuple(tenants) or (ANONYMOUS,)
+        self._keyless = next((each for each in self._tenants if not each.key_digests), None)
+        self._is_open = self._tenants == (ANONYMOUS,)
+
+    def find(self, key: str | None) -> Tenant:
+        """Returns the tenant of a request with this key. Without configured tenants, any key and none will do. Raises
+        Unauthorized."""
+        if self._is_open:
+            return ANONYMOUS
+        if key is None:
+            if self._keyless is None:
+                raise Unauthorized("an API key is required; send it as `Authorization: Bearer KEY`")
+            return self._keyless
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        found: Tenant | None = None
+        for tenant in self._tenants:
+            for known in tenant.key_digests:
+                if hmac.compare_digest(digest, known):
+                    found = tenant
+        if found is None:
+            raise Unauthorized("the API key belongs to none of the tenants of this cluster")
+        return found
+
+
+class RequestTerms(NamedTuple):
+    """The `RequestTerms` say how urgent a request is and whose it is."""
+
+    tenant: Tenant
+    is_batch: bool
+    ages_at_s: float
+    """From this time on a request of the class `batch` counts as interactive."""
+    first_token_by_s: float | None
+    """This is the request's deadline for its first token."""
+
+    @classmethod
+    def of(cls, chat: ChatRequest, tenant: Tenant, batch_wait_s: float, now: float) -> RequestTerms:
+        """Returns the terms of a request that arrived at `now`."""
+        own_ms = None if chat.weft is None else chat.weft.ttft_deadline_ms
+        deadline_ms = tenant.ttft_deadline_ms if own_ms is None else own_ms
+        return cls(
+            tenant,
+            is_batch=tenant.service_class == "batch" or chat.service_tier == "flex",
+            ages_at_s=now + batch_wait_s,
+            first_token_by_s=None if deadline_ms is None else now + deadline_ms / 1000,
+        )
+
+    @property
+    def service_class(self) -> str:
+        return "batch" if self.is_batch else "interactive"
+
+    def standing(self, priority: int) -> Standing:
+        return Standing(self.tenant.name, priority, self.is_batch, self.ages_at_s)
+
+    def member_priority(self, priority: int, now: float) -> int:
+        """Returns the priority at members of a request that is dispatched now."""
+        return priority + BATCH_PRIORITY if self.is_batch and now < self.ages_at_s else priority
+
+
+def check_deadline(predicted_s: float, first_token_by_s: float | None, now: float) -> None:
+    """Raises DeadlineOutOfReach if the first token, predicted for `predicted_s` from now, would come after its
+    deadline. The time to wait before another try is that by which it would be late, because work that is queued ahead
+    of a request takes as long to be done as it delays the request."""
+    if first_token_by_s is not None and now + predicted_s > first_token_by_s:
+        late_s = now + predicted_s - first_token_by_s
+        raise DeadlineOutOfReach(
+            f"the first token is predicted in {predicted_s:.3g} s, which is {late_s:.3g} s after the deadline of the "
+            "request",
+            retry_after_s=late_s,
+        )
+
+
+# ------------------------------------------------------------ budgets
+
+
+class Budget:
+    """A `Budget` counts what is in use of a limit, and how fast it becomes free again."""
+
+    MEMORY_S = 10.0
+    """The rate is an average in which the weight of what was given back falls by e in this time."""
+
+    def __init__(self, limit: int | None) -> None:
+        """Creates a budget of which nothing is used; None is no limit."""
+        self.limit = limit
+        self.used = 0
+        self._given_back = 0.0
+        self._at_s = 0.0
+
+    def lacks(self, amount: int, reserved: int = 0) -> int:
+        """Returns by how much `amount` would pass the limit, of which `reserved` is kept for others; 0 if it fits."""
+        return 0 if self.limit is None else max(0, self.used + amount - (self.limit - reserved))
+
+    def take(self, amount: int) -> None:
+        self.used += amount
+
+    def give_back(self, amount: int, now: float) -> None:
+        self.used -= amount
+        self._given_back = self._faded(now) + amount
+        self._at_s = now
+
+    def wait_s(self, lacking: int, now: float) -> float | None:
+        """Predicts the time until this much has been given back, or returns None if nothing was given back lately."""
+        rate = self._faded(now) / self.MEMORY_S
+        return lacking / rate if rate > 0 else None
+
+    def _faded(self, now: float) -> float:
+        return self._given_back * math.exp((self._at_s - now) / self.MEMORY_S)
+
+
+class Budgets(NamedTuple):
+    """The `Budgets` of the router, or those of one tenant."""
+
+    requests: Budget
+    bodies: Budget
+    tokens: Budget
+
+
+class Admission:
+    """Limits what may be in flight at once. It refuses requests beyond the limits before any work is spent on them."""
+
+    def __init__(self, config: RouterConfig, clock: Clock) -> None:
+        self._clock = clock
+        self._retry_after_s = config.retry_after_s
+        self._router = Budgets(
+            Budget(config.max_in_flight), Budget(config.max_bodies_bytes), Budget(config.max_prompt_tokens)
+        )
+        self._tenants = {
+            each.name: Budgets(
+                Budget(each.max_in_flight), Budget(each.max_bodies_bytes), Budget(each.max_prompt_tokens)
+            )
+            for each in (*config.tenants, ANONYMOUS)
+        }
+        self._num_with_media = 0
+        self._when_empty: list[Callable[[], None]] = []
+        self.is_closed = False
+
+    @property
+    def num_in_flight(self) -> int:
+        return self._router.requests.used
+
+    @property
+    def bodies_bytes(self) -> int:
+        return self._router.bodies.used
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._router.tokens.used
+
+    def close(self, when_empty: Callable[[], None]) -> None:
+        """Stops admitting requests. Calls `when_empty` once no request is in flight, at once if there is none now."""
+        self.is_closed = True
+        self._when_empty.append(when_empty)
+        self._tell_when_empty()
+
+    def admit(self, tenant: Tenant = ANONYMOUS) -> Ticket:
+        """Returns a ticket with a new request id. Raises Overloaded if too many requests are in flight, or Draining
+        once it is closed."""
+        if self.is_closed:
+            raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
+        router, own = self._router.requests, self._tenants[tenant.name].requests
+        if router.lacks(1):
+            message = f"{router.used} requests are in flight, and this router takes at most {router.limit}"
+            raise self._overloaded(message, router, 1)
+        if own.lacks(1):
+            message = f"{own.used} requests of the tenant {tenant.name} are in flight, which may have {own.limit}"
+            raise self._overloaded(message, own, 1)
+        router.take(1)
+        own.take(1)
+        return Ticket(self, tenant, mint_request_id())
+
+    def take_bytes(self, ticket: Ticket, num_bytes: int) -> None:
+        """Counts bytes of a body; tickets call it. Raises Overloaded if all bodies together exceed a budget."""
+        router, own = self._router.bodies, self._tenants[ticket.tenant.name].bodies
+        is_small = ticket.num_bytes + num_bytes <= SMALL_BODY_BYTES
+        reserved = 0 if is_small or router.limit is None else router.limit // TEXT_SHARE_OF_BYTES
+        if lacking := router.lacks(num_bytes, reserved):
+            message = f"the bodies in flight would have {router.used + num_bytes} bytes, and this router takes at most"
+            kept = f" ({reserved} of these are kept for bodies of up to {SMALL_BODY_BYTES})" if reserved else ""
+            raise self._overloaded(f"{message} {router.limit}{kept}", router, lacking)
+        if lacking := own.lacks(num_bytes):
+            message = (
+                f"the bodies of the tenant {ticket.tenant.name} in flight would have {own.used + num_bytes} bytes, and "
+                f"it may have {own.limit}"
+            )
+            raise self._overloaded(message, own, lacking)
+        router.take(num_bytes)
+        own.take(num_bytes)
+
+    def take_tokens(self, ticket: Ticket, num_tokens: int) -> None:
+        """Counts the tokens of a prompt; tickets call it. Raises Overloaded if all prompts together exceed a budget,
+        unless nothing else is in flight that could be waited for."""
+        router, own = self._router.tokens, self._tenants[ticket.tenant.name].tokens
+        for budget, whose in ((router, "this router takes"), (own, f"the tenant {ticket.tenant.name} may have")):
+            if budget.used and (lacking := budget.lacks(num_tokens)):
+                message = (
+                    f"the prompts in flight would have {budget.used + num_tokens} tokens, and {whose} at most "
+                    f"{budget.limit}"
+                )
+                raise self._overloaded(message, budget, lacking)
+        router.take(num_tokens)
+        own.take(num_tokens)
+
+    def enter_media(self) -> None:
+        """Counts a request with media; tickets call it. Raises Overloaded if such requests have all the places that are
+        not kept for text."""
+        limit = self._router.requests.limit
+        assert limit is not None
+        most = limit - limit // TEXT_SHARE_OF_PLACES
+        if self._num_with_media >= most:
+            message = (
+                f"{self._num_with_media} requests with media are in flight, and this router takes at most {most} of "
+                f"its {limit} requests with media"
+            )
+            raise self._overloaded(message, self._router.requests, 1)
+        self._num_with_media += 1
+
+    def give_back(self, ticket: Ticket) -> None:
+        """Returns all that a ticket has taken; tickets call it."""
+        now = self._clock.now()
+        for budgets in (self._router, self._tenants[ticket.tenant.name]):
+            budgets.requests.give_back(1, now)
+            budgets.bodies.give_back(ticket.num_bytes, now)
+            budgets.tokens.give_back(ticket.num_tokens, now)
+        self._num_with_media -= ticket.has_media
+        self._tell_when_empty()
+
+    def _overloaded(self, message: str, budget: Budget, lacking: int) -> Overloaded:
+        wait_s = budget.wait_s(lacking, self._clock.now())
+        return Overloaded(message, retry_after_s=self._retry_after_s if wait_s is None else wait_s)
+
+    def _tell_when_empty(self) -> None:
+        while self._when_empty and not self.num_in_flight:
+            self._when_empty.pop()()
+
+
+class Ticket:
+    """A `Ticket` is a request's place among those in flight, with what it takes of the budgets. The request holds it
+    until `release`, which may be called twice."""
+
+    def __init__(self, admission: Admission, tenant: Tenant, request_id: RequestId) -> None:
+        self.request_id = request_id
+        self.tenant = tenant
+        self.num_bytes = 0
+        self.num_tokens = 0
+        self.has_media = False
+        self._admission: Admission | None = admission
+
+    def grow(self, num_bytes: int) -> None:
+        """Counts `num_bytes` more bytes of body. Raises Overloaded if all bodies together exceed a budget."""
+        self._open_admission().take_bytes(self, num_bytes)
+        self.num_bytes += num_bytes
+
+    def take_tokens(self, num_tokens: int) -> None:
+        """Counts the tokens of the request's prompt. Raises Overloaded if all prompts together exceed a budget."""
+        self._open_admission().take_tokens(self, num_tokens)
+        self.num_tokens += num_tokens
+
+    def enter_media(self) -> None:
+        """Notes that the request has media. Raises Overloaded if only places for text are left."""
+        self._open_admission().enter_media()
+        self.has_media = True
+
+    def release(self) -> None:
+        if self._admission is not None:
+            self._admission.give_back(self)
+            self._admission = None
+
+    def _open_admission(self) -> Admission:
+        assert self._admission is not None, "the ticket was released"
+        return self._admission
+
+
+# ------------------------------------------------------------ what tenants are charged
+
+FIRST_ANSWER_TOKENS = 128.0
+"""An answer is expected to have this many tokens as long as the tenant has had none."""
+ANSWER_MEMORY = 0.1
+"""Each answer moves the tenant's expected length by this share towards its own."""
+
+
+class TenantLedger:
+    """Charges the tenants for what their requests use, in tokens of a worker: the tokens that it computes and
+    generates, and the seconds of encoders at a fixed rate. A request is charged when it is dispatched, by prediction,
+    and the charge is corrected when it ends."""
+
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+        self.shares = TenantShares({each.name: each.weight for each in config.tenants})
+        self._tokens_per_encoder_second = config.tokens_per_encoder_second
+        self._metrics = metrics
+        self._tenant_to_answer_tokens: dict[str, float] = {}
+
+    def charge(self, tenant: str, plan: RoutePlan, max_answer_tokens: int, num_choices: int) -> float:
+        """Charges a request by its plan, and returns the charge. `max_answer_tokens` limits each choice."""
+        expected = self._tenant_to_answer_tokens.get(tenant, FIRST_ANSWER_TOKENS)
+        answer = num_choices * min(expected, max_answer_tokens)
+        cost = self._cost(plan.explanation.winner.num_prefill_tokens + answer, predicted_encoder_s(plan))
+        self.shares.charge(tenant, cost)
+        return cost
+
+    def settle(self, tenant: str, charged: float, usage: AttemptUsage) -> None:
+        """Corrects a charge by what the attempt really used, and counts it."""
+        num_tokens = usage.num_computed_tokens + usage.num_generated_tokens
+        self.shares.correct(tenant, self._cost(num_tokens, usage.encoder_s) - charged)
+        if usage.is_complete:
+            before = self._tenant_to_answer_tokens.get(tenant, FIRST_ANSWER_TOKENS)
+            own = usage.num_generated_tokens / usage.num_choices
+            self._tenant_to_answer_tokens[tenant] = before + ANSWER_MEMORY * (own - before)
+        self._metrics.tenant_tokens.labels(tenant).inc(num_tokens)
+        self._metrics.tenant_encoder_s.labels(tenant).inc(usage.encoder_s)
+
+    def _cost(self, num_tokens: float, encoder_s: float) -> float:
+        return max(1.0, num_tokens + self._tokens_per_encoder_second * encoder_s)
+
+
+class AttemptUsage(NamedTuple):
+    """An `AttemptUsage` is what one attempt really used."""
+
+    num_computed_tokens: int
+    num_generated_tokens: int
+    encoder_s: float
+    num_choices: int = 1
+    is_complete: bool = True
+    """Tells whether the attempt ended by itself, so that its answer has the length that answers have."""
+
+
+def predicted_encoder_s(plan: RoutePlan) -> float:
+    """Returns the seconds of encoders that the plan's items are predicted to take. The time of an item includes that of
+    the request's items before it on the same encoder."""
+    encoder_to_s: dict[str, float] = {}
+    for terms in plan.explanation.winner.items:
+        if not terms.is_cached:
+            encoder_to_s[terms.encoder_id] = max(encoder_to_s.get(terms.encoder_id, 0.0), terms.encode_s)
+    return sum(encoder_to_s.values())
