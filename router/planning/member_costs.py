@@ -443,11 +443,14 @@ class EncoderCost:
         return EncoderCosts(stages.decode.line, stages.device_prepare.line, stages.encode.line)
 
     def anchor(self, report: EncoderReport, now: float) -> None:
-        """Takes the encoder's own measurements of its forward passes."""
+        """Takes the encoder's own measurements of its stages."""
         general = Line(report.batch_overhead_s, report.encode_s_per_cost)
         self._modality_to_stages[GENERAL].encode.anchor(general, now)
         for cost in report.costs:
-            self._known(cost.modality).encode.anchor(Line(cost.overhead_s, cost.seconds_per_cost), now)
+            stages = self._known(cost.modality)
+            stages.encode.anchor(Line(cost.overhead_s, cost.seconds_per_cost), now)
+            stages.decode.anchor(Line(cost.decode_overhead_s, cost.decode_s_per_cost), now)
+            stages.device_prepare.anchor(Line(cost.device_prepare_overhead_s, cost.device_prepare_s_per_cost), now)
 
     def observe_decode(self, modality: str, cost: int, seconds: float, now: float) -> None:
         for name in (modality, GENERAL):

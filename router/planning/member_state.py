@@ -26,7 +26,7 @@ from router.planning.member_costs import (
     StageEstimates,
     believed,
 )
-from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
+from router.planning.views import EncoderCosts, EncoderView, Line, ReportedQueue, WorkerView
 
 # ------------------------------------------------------------ one member
 
@@ -119,10 +119,13 @@ class EncoderState:
     ) -> EncoderView:
         """Returns the planner's view of the encoder. `load` is what this router has on it, and `common` is what
         encoders cost in general."""
+        queue: ReportedQueue | None = None
         if self.report is None or is_stale:
             queued_cost = load.open_units
         else:
             queued_cost = self.report.queued_cost + load.pending_units
+            if any(self.report.queue_profile) or self.report.forward_left_s:
+                queue = ReportedQueue(self.report, self.freshness.age_s(now), load.pending_units)
         costs = self._costs(common, now)
         return EncoderView(
             self.member.member_id,
@@ -132,6 +135,7 @@ class EncoderState:
             frozenset() if is_stale else cached,
             costs.pop(GENERAL),
             costs,
+            queue,
         )
 
     def _costs(self, common: CommonCosts, now: float) -> dict[str, EncoderCosts]:

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fabric.contracts import MediaItem, MemberId, MmHash
+from fabric.contracts import MediaItem, MemberId, MmHash, key_of
+from fabric.contracts import wait_s as reported_wait_s
 from router.planning.views import EncoderView, ItemTerms, Line, WorkerView
 
 # ------------------------------------------------------------ when a worker begins
@@ -234,19 +235,28 @@ class _Offer(NamedTuple):
 def _offer(item: MediaItem, encoder: EncoderView, link: Line, before: Mapping[str, int]) -> _Offer:
     if item.mm_hash in encoder.cached:
         return _Offer(encoder, link, True, 0.0, before)
-    ready_s = max(wait_s(encoder), prepare_s(encoder, item)) + device_prepare_s(encoder, item)
+    ready_s = max(wait_s(encoder, item), prepare_s(encoder, item)) + device_prepare_s(encoder, item)
     return _Offer(encoder, link, False, ready_s, before)
 
 
-def wait_s(encoder: EncoderView) -> float:
-    """Returns the seconds until the forward pass of new work can begin, given that the encoder serves its queue in
-    order."""
-    return encoder.costs.encode.at(encoder.queued_cost) if encoder.queued_cost else 0.0
+def wait_s(encoder: EncoderView, item: MediaItem) -> float:
+    """Returns the seconds until the forward pass over the item can begin. The encoder's queue counts by the encoder's
+    own order, and work that was dispatched since its report counts as ahead."""
+    if encoder.queue is None:
+        return encoder.costs.encode.at(encoder.queued_cost) if encoder.queued_cost else 0.0
+    report, age_s, pending_cost = encoder.queue
+    key = key_of(encoder.costs_of(item.modality).encode.per_unit_s * item.cost, report.patience, age_s)
+    reported_s = reported_wait_s(report.queue_profile, report.forward_left_s, key, age_s, report.unit_s)
+    return reported_s + encoder.costs.encode.per_unit_s * pending_cost
 
 
 def prepare_s(encoder: EncoderView, item: MediaItem) -> float:
     """Returns the seconds for the decode queue, and for decoding and preprocessing the item."""
     queue_s = encoder.costs.decode.per_unit_s * encoder.queued_cost
+    if encoder.queue is not None:
+        report, age_s, _ = encoder.queue
+        waiting_s = report.decode_short_s if len(item.unit_tokens) == 1 else report.decode_queue_s
+        queue_s = max(0.0, report.decode_left_s + waiting_s / max(report.num_decode_processes, 1) - age_s)
     return queue_s + encoder.costs_of(item.modality).decode.at(item.cost)
 
 
@@ -279,7 +289,7 @@ def _item_terms(item: MediaItem, offer: _Offer, landing_s: float, row_bytes: int
         mm_hash=item.mm_hash,
         encoder_id=encoder.encoder_id,
         is_cached=False,
-        wait_s=wait_s(encoder),
+        wait_s=wait_s(encoder, item),
         prepare_s=prepare_s(encoder, item),
         encode_s=encode_s,
         transfer_s=landing_s - offer.ready_s - encode_s,

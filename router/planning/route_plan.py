@@ -164,7 +164,9 @@ class Search:
         case. If the encoders as they were chosen give less, it returns that: a greedy choice may be worse on empty
         queues than on full ones."""
         worker, missing = candidate.worker, self.prompt.missing_items(candidate.covered)
-        idle = {item.index: [e._replace(queued_cost=0) for e in self.options[item.index]] for item in missing}
+        idle = {
+            item.index: [e._replace(queued_cost=0, queue=None) for e in self.options[item.index]] for item in missing
+        }
         idle_landings = land_items(missing, idle, self.links_to(worker.host), self.query.feature_row_bytes)
         pace = idle_pace(worker, _need(worker, self.prompt, candidate.covered, self.snapshot.block_size))
 

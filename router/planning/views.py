@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from fabric.contracts import AttemptId, KvScheme, MediaItem, MemberId, MmHash, PlaceholderRange
+from fabric.contracts import AttemptId, EncoderReport, KvScheme, MediaItem, MemberId, MmHash, PlaceholderRange
 from router.planning.link_classes import LinkClass, machine
 
 
@@ -102,8 +102,20 @@ class EncoderView(NamedTuple):
     modality_to_costs: Mapping[str, EncoderCosts] = MappingProxyType({})
     """Holds the costs of those modalities of which something is known; `costs` apply to the others."""
 
+    queue: ReportedQueue | None = None
+    """Holds the queue as the encoder reported it; it is None if no report says what waits there."""
+
     def costs_of(self, modality: str) -> EncoderCosts:
         return self.modality_to_costs.get(modality, self.costs)
+
+
+class ReportedQueue(NamedTuple):
+    """A `ReportedQueue` holds what `fabric.contracts.encoder_queue` predicts a wait from."""
+
+    report: EncoderReport
+    age_s: float
+    pending_cost: int
+    """Counts the patches that were dispatched since the report."""
 
 
 class EncoderCosts(NamedTuple):

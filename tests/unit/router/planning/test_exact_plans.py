@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from planning_samples import (
     BLOCK_SIZE,
@@ -36,8 +37,10 @@ from fabric.contracts import (
     MediaItem,
     MemberId,
     NoCapacity,
+    QueuedCalls,
     RequestId,
     StageTimes,
+    queue_profile,
 )
 from router.planning import ClusterState
 from router.planning.link_classes import LinkClass
@@ -58,6 +61,9 @@ from router.planning.views import EncoderCosts, ItemTerms, Line
 
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
 """These are the lines of the links to two encoders."""
+
+
+NOW_S = 100.0
 
 
 def cluster() -> ClusterState:
@@ -442,3 +448,33 @@ def test_what_an_encoder_reports_of_all_its_forwards_ages_from_then() -> None:
     estimates = cost.estimates(10.0 + HALF_LIFE_S)
     assert estimates[GENERAL].encode == (Line(0.01, 1e-4), pytest.approx(0.5))
     assert estimates["audio"].encode == (Line(0.2, 1e-3), pytest.approx(0.5))
+
+
+def test_a_wait_follows_the_order_in_which_the_encoder_serves_its_queue() -> None:
+    """A video of 61,440 patches has been served for most of a unit. A picture waits for the rest of that unit, another
+    video of the same length for all of it."""
+    unit_s, num_units = 0.03, 20
+    video_s = unit_s * num_units
+    waiting = [[NOW_S - 0.5, video_s, 0.0, 0, num_units - 1, 1, video_s - unit_s]]
+    queue = queue_profile(QueuedCalls(*np.array(waiting).T), NOW_S, 4.0)
+    report = encoder_report(
+        "e0",
+        1,
+        queued_cost=61_440,
+        costs=(EncodeCost("image", 1e-5, 0.0),),
+        queue_profile=queue.profile,
+        unit_s=queue.unit_s,
+        forward_left_s=0.029,
+        num_decode_processes=2,
+    )
+    state = cluster()
+    state.apply(report, NOW_S)
+    picture, film = image(0, cost=500), image(1, cost=61_440)
+
+    def predicted(item: MediaItem, now_s: float) -> float:
+        (terms,) = state.plan(query(item), now_s).explanation.winner.items
+        return terms.wait_s
+
+    assert predicted(picture, NOW_S) == pytest.approx(0.029)
+    assert predicted(picture, NOW_S + 0.02) == pytest.approx(0.009)
+    assert predicted(film, NOW_S) == pytest.approx(0.029 + video_s - unit_s)
