@@ -22,7 +22,7 @@ from encoder_pool.encode_call import Announcer
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.forward import ForwardThread, SlowedEncoder
 from encoder_pool.pipeline import Pipeline
-from encoder_pool.planning import CostEstimate, FeatureLog, FeatureSpec, FeatureTable, LeaseKey
+from encoder_pool.planning import CostEstimate, FeatureSpec, FeatureTable, LeaseKey
 from fabric.contracts import (
     AbortAttempt,
     Aborted,
@@ -35,6 +35,7 @@ from fabric.contracts import (
     EncodeResult,
     EncoderLost,
     EncoderReport,
+    FeatureLog,
     Member,
     MemberId,
     PlaneMessage,

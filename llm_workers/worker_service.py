@@ -238,7 +238,7 @@ class WorkerService:
         for router_id in self._peers.update(members):
             self._router_gone(router_id)
         if (own := self._peers.get(self._member_id)) is not None:
-            self._reporter.epoch = own.epoch
+            self._reporter.epoch = self._receiver.kept_log.epoch = own.epoch
 
     # ------------------------------------------------------------ messages
 
@@ -251,6 +251,7 @@ class WorkerService:
             if self._routers.heartbeat(message):
                 self._routers.send_report_to(message.router_id, self.report())
         elif isinstance(message, SnapshotRequest):
+            self._send_kept_snapshot(message.address)
             self._engine.request_snapshot(message.address)
         else:
             _LOG.warning("the worker ignores a message of type %s, which it does not handle", type(message).__name__)
@@ -307,6 +308,7 @@ class WorkerService:
             if (router_id := self._calls.router_of(attempt_id)) is not None:
                 self._routers.received(router_id, attempt_id)
         self._send_snapshots(update)
+        self._send_kept()
         has_ended = update.failed or update.aborted or (update.events is not None and update.events.finished)
         if update.admitted or update.released or update.kv_events or has_ended:
             self._report_soon()
@@ -323,6 +325,16 @@ class WorkerService:
         if (message := self._reporter.take_kv_events()) is not None:
             self._routers.broadcast(message)
 
+    def _send_kept(self) -> None:
+        """Sends which features the worker has begun to keep, and which it has dropped, since the last call."""
+        for message in self._receiver.kept_log.drain():
+            self._routers.broadcast(message)
+
+    def _send_kept_snapshot(self, address: str) -> None:
+        """Sends a router which features the worker keeps, after all earlier events."""
+        self._send_kept()
+        self._plane.send(address, self._receiver.kept_log.snapshot())
+
     # ------------------------------------------------------------ time
 
     async def _tick(self) -> None:
@@ -333,6 +345,7 @@ class WorkerService:
                 self._router_gone(router_id)
             if self._loss is None:
                 self._settle_and_check()
+                self._send_kept()
             if self._routers.needs(self.report()):
                 self._report_soon()
 

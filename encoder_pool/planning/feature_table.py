@@ -1,9 +1,9 @@
 """Keeps the feature table: which units are in the arena, which workers hold leases on them, and which may be evicted.
 
 `FeatureTable` owns the slots of the arena, moves each feature from state to state (`FeatureState`) and decides about
-eviction, `LeaseBook` records which worker may read which unit and until when, and `FeatureLog` numbers the changes of
-the cache for routers. They stand together because one event changes several of them: the end of a lease makes a feature
-evictable, and an eviction is an event for routers.
+eviction, and `LeaseBook` records which worker may read which unit and until when. They stand together because one event
+changes both: the end of a lease makes a feature evictable. The table tells a `FeatureLog` what it gains and loses,
+which routers learn from.
 
 A feature that a worker may still read is never evicted. When the arena is full of leased features, the next feature
 waits (back-pressure). Where there are several workers, none may hold more than what it leaves free
@@ -20,11 +20,10 @@ from collections.abc import KeysView
 from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import groupby
 from typing import NamedTuple
 
 from encoder_pool.planning.call_queue import is_within_share
-from fabric.contracts import ArenaFull, ArenaStats, AttemptId, Clock, FeatureEvents, MemberId, MmHash, UnitKey
+from fabric.contracts import ArenaFull, ArenaStats, AttemptId, Clock, FeatureLog, MemberId, UnitKey
 from fabric.transport import FeatureSource, LeaseTable, SourceSlot
 
 
@@ -473,61 +472,3 @@ class LeaseBook:
 class _LeaseHolder(NamedTuple):
     router_id: MemberId
     since_s: float
-
-
-# ------------------------------------------------------------ events for routers
-
-
-class FeatureLog:
-    """Records how the feature cache changes, as events that routers have yet to receive: items stored and removed,
-    numbered without gaps. An item counts as stored while every one of its units is ready. Sequence numbers begin at 1
-    in each epoch. The log is not thread-safe."""
-
-    def __init__(self, encoder_id: MemberId, epoch: int) -> None:
-        self._encoder_id = encoder_id
-        self._epoch = epoch
-        self._item_to_ready: dict[MmHash, set[int]] = {}
-        self._stored: dict[MmHash, None] = {}
-        """Holds the items that are stored now, oldest first."""
-        self._pending: list[tuple[bool, MmHash]] = []
-        """Holds the events that are not yet drained as (is_stored, item), oldest first."""
-        self._last_seq = 0
-
-    def unit_ready(self, unit: UnitKey, num_units: int) -> None:
-        """Records that one of the item's `num_units` units can be read; the last unit of an item makes an event."""
-        ready = self._item_to_ready.setdefault(unit.mm_hash, set())
-        ready.add(unit.unit)
-        if len(ready) == num_units and unit.mm_hash not in self._stored:
-            self._stored[unit.mm_hash] = None
-            self._note(True, unit.mm_hash)
-
-    def unit_gone(self, unit: UnitKey) -> None:
-        """Records that the unit was discarded; this makes an event if the item was complete."""
-        ready = self._item_to_ready[unit.mm_hash]
-        ready.remove(unit.unit)
-        if not ready:
-            del self._item_to_ready[unit.mm_hash]
-        if unit.mm_hash in self._stored:
-            del self._stored[unit.mm_hash]
-            self._note(False, unit.mm_hash)
-
-    def drain(self) -> list[FeatureEvents]:
-        """Takes the events since the last call. Each message holds either stored or removed items, so the order within
-        a message does not matter."""
-        messages: list[FeatureEvents] = []
-        seq = self._last_seq - len(self._pending) + 1
-        for is_stored, run in groupby(self._pending, key=lambda event: event[0]):
-            items = tuple(item for _, item in run)
-            stored, removed = (items, ()) if is_stored else ((), items)
-            messages.append(FeatureEvents(self._encoder_id, self._epoch, seq, stored, removed))
-            seq += len(items)
-        self._pending.clear()
-        return messages
-
-    def snapshot(self) -> FeatureEvents:
-        """Returns every stored item, as of the last event, whether that event is drained or not."""
-        return FeatureEvents(self._encoder_id, self._epoch, self._last_seq, tuple(self._stored), is_snapshot=True)
-
-    def _note(self, is_stored: bool, item: MmHash) -> None:
-        self._last_seq += 1
-        self._pending.append((is_stored, item))

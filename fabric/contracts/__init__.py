@@ -5,7 +5,8 @@ and what they answer. `member_reports` defines what workers and encoders report 
 numbers; `messages` defines everything else that travels one way between members, and the dtypes of features. `errors`
 holds the tree of all failures that reach a client or another process. `clock` provides clocks that callers pass as
 arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict, and `encoder_queue` holds
-the order in which an encoder serves its calls, by which routers predict the wait there.
+the order in which an encoder serves its calls, by which routers predict the wait there. `feature_log` numbers the
+changes of a member's cache of features.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -79,6 +80,7 @@ from fabric.contracts.errors import (
     WorkerBackedUp,
     WorkerLost,
 )
+from fabric.contracts.feature_log import FeatureLog
 from fabric.contracts.identity import (
     KV_HASH_BYTES,
     WEFT_KV,
@@ -183,6 +185,7 @@ __all__ = [
     "EngineStats",
     "ErrorInfo",
     "FeatureEvents",
+    "FeatureLog",
     "FeatureMismatch",
     "FeatureNeeded",
     "FeatureStats",

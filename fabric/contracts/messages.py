@@ -263,11 +263,12 @@ class KvSnapshot(PlaneWire, frozen=True):
 
 
 class FeatureEvents(PlaneWire, frozen=True):
-    """The encoder sends this to the router: the items whose features are fully cached there (`stored`) or are no longer
-    (`removed`). With `is_snapshot`, `stored` is everything, and `first_seq` is the number of the last event that it
-    contains."""
+    """The encoder sends this to the router, and so does a worker that keeps features after prefill: the items whose
+    features are fully cached there (`stored`) or are no longer (`removed`). With `is_snapshot`, `stored` is everything,
+    and `first_seq` is the number of the last event that it contains."""
 
     encoder_id: MemberId
+    """Names the encoder, or the worker."""
     epoch: int
     first_seq: int
     stored: tuple[MmHash, ...] = ()

@@ -189,6 +189,8 @@ class UnitEntry:
 
     unit: UnitKey
     state: UnitState = UnitState.GONE
+    num_units: int = 0
+    """Counts the units of the item; it is 0 until a request with the unit has arrived."""
     announced: dict[Announced, None] = field(default_factory=dict)
     """Holds the announcements that were neither pulled nor given back, in the order of their arrival."""
     readers: UnitReaders = field(default_factory=UnitReaders)

@@ -19,12 +19,12 @@ planes, channels, blocks or sequences.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Hashable, Iterable, Mapping
 from itertools import count, islice
 from typing import NamedTuple, TypeVar
 
-from fabric.contracts import AttemptId, Clock, FeatureStats, UnitKey, UnitReady
+from fabric.contracts import AttemptId, Clock, FeatureLog, FeatureStats, UnitKey, UnitReady
 from fabric.ranked_heap import RankedHeap
 from fabric.transport import LandedFeature
 from llm_workers.features.feature_entries import (
@@ -67,13 +67,14 @@ class MissingUnit(NamedTuple):
 class FeatureStore:
     """A `FeatureStore` holds the state of all units of a worker. It is not thread-safe and lives in the event loop."""
 
-    def __init__(self, config: WorkerConfig, clock: Clock) -> None:
-        """Creates an empty store. Raises ConfigError for an unknown `config.keep_features`."""
+    def __init__(self, config: WorkerConfig, clock: Clock, log: FeatureLog) -> None:
+        """Creates an empty store, which notes in `log` which features it keeps. Raises ConfigError for an unknown
+        `config.keep_features`."""
         self._config, self._clock = config, clock
         is_kept(config.keep_features, FeatureUse())  # This call raises ConfigError for an unknown mode at the start.
         self.stats = FeatureStats()
         """Holds the counters; `Receiver.stats` adds the gauges to a copy."""
-        self.host_cache = HostCache(config.kept_bytes, self.stats)
+        self.host_cache = HostCache(config.kept_bytes, self.stats, log)
         self.num_held = 0
         """Counts the announcements, running pulls, and units in memory that are not merely kept; it is 0 when the
         worker is idle."""
@@ -111,11 +112,13 @@ class FeatureStore:
         sent = frozenset(dispatched)
         needs = AttemptNeeds(rank, {unit: place for place, unit in enumerate(shapes)}, shapes, sent)
         self._attempts[attempt] = needs
+        hash_to_num_units = Counter(unit.mm_hash for unit in shapes)
         here = {announced.ready.unit for announced in self._attempt_to_announced.get(attempt, ())}
         for unit in needs.order:
             if unit in sent and unit not in here and (attempt, unit) not in self._spent:
                 self._await(attempt, unit)
             entry = self._entry(unit)
+            entry.num_units = hash_to_num_units[unit.mm_hash]
             entry.readers.attempts[attempt] = needs
             entry.readers.num_expecting += 1
             entry.readers.place(attempt, unit)
@@ -435,7 +438,7 @@ class FeatureStore:
             if entry.is_distrusted:
                 self.host_cache.drop(unit)
         elif not entry.is_distrusted:
-            self._keep(unit, feature)
+            self._keep(entry, feature)
         freed = [] if entry.is_lent else [feature]
         self._num_evicting -= entry.is_evicting
         entry.feature, entry.is_lent, entry.is_evicting, entry.is_distrusted = None, False, False, False
@@ -444,14 +447,14 @@ class FeatureStore:
         self._refresh(entry)
         return freed
 
-    def _keep(self, unit: UnitKey, feature: LandedFeature) -> None:
+    def _keep(self, entry: UnitEntry, feature: LandedFeature) -> None:
         """Copies a feature that leaves the inbox, if the policy keeps it and the budget allows it."""
-        config = self._config
+        config, unit = self._config, entry.unit
         has_drafts = config.speculation.max_tokens > 0
         use = FeatureUse(unit in self._seen, config.is_prefix_cache_enabled, has_drafts=has_drafts)
         _remember(self._seen, unit, HISTORY)
         if is_kept(config.keep_features, use):
-            for dropped in self.host_cache.put(unit, feature):
+            for dropped in self.host_cache.put(unit, feature, entry.num_units):
                 self._forget_kept(dropped)
 
     def _forget_kept(self, unit: UnitKey) -> None:

@@ -13,8 +13,9 @@ table, which follows the OmniConnector article (docs/references.md):
     5 single pass                  discard   the KV has what decoding needs
 
 `Scenario` names the rows and says why they have this order. A feature that is kept is moved to host memory and never
-stays where features land. The feature store asks the policy and says when a feature is lent; this module knows nothing
-of attempts and pulls.
+stays where features land. The feature store asks the policy and says when a feature is lent. A `FeatureLog` numbers
+what the cache gains and loses, so that routers know what they need not have encoded again. This module knows nothing of
+attempts and pulls.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections import OrderedDict
 from enum import Enum
 from typing import NamedTuple
 
-from fabric.contracts import ConfigError, FeatureStats, UnitKey
+from fabric.contracts import ConfigError, FeatureLog, FeatureStats, UnitKey
 from fabric.transport import LandedFeature
 
 NO_SLOT = -1
@@ -34,8 +35,9 @@ class HostCache:
     """Holds the cached and the lent features of units; a unit is one separately encoded part of a media item. It is not
     thread-safe and lives in the event loop, but the engine's thread reads lent buffers."""
 
-    def __init__(self, budget_bytes: int, stats: FeatureStats) -> None:
-        """Creates an empty cache, which counts its hits in `stats`."""
+    def __init__(self, budget_bytes: int, stats: FeatureStats, log: FeatureLog) -> None:
+        """Creates an empty cache, which counts its hits in `stats` and notes in `log` what it gains and loses."""
+        self._log = log
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
         self._stats = stats
@@ -55,9 +57,10 @@ class HostCache:
     def is_lent(self, unit: UnitKey) -> bool:
         return unit in self._lent
 
-    def put(self, unit: UnitKey, feature: LandedFeature) -> list[UnitKey]:
+    def put(self, unit: UnitKey, feature: LandedFeature, num_units: int) -> list[UnitKey]:
         """Copies the feature of a unit that is not in the cache, and returns the units that were dropped for it. If the
-        feature does not fit even without all features that are not lent, copies and drops nothing."""
+        feature does not fit even without all features that are not lent, copies and drops nothing. `num_units` is the
+        number of units of its item."""
         dropped: list[UnitKey] = []
         nbytes = feature.buffer.nbytes
         if nbytes > self.budget_bytes - self._lent_bytes:
@@ -67,6 +70,7 @@ class HostCache:
             self.drop(dropped[-1])
         self._features[unit] = feature._replace(slot_id=NO_SLOT, buffer=feature.buffer.copy(), seconds=0.0)
         self.used_bytes += nbytes
+        self._log.unit_ready(unit, num_units)
         return dropped
 
     def lend(self, unit: UnitKey) -> LandedFeature:
@@ -86,8 +90,11 @@ class HostCache:
         feature = self._features.pop(unit, None)
         if feature is not None:
             self.used_bytes -= feature.buffer.nbytes
+            self._log.unit_gone(unit)
 
     def clear(self) -> None:
+        for unit in [*self._features, *self._lent]:
+            self._log.unit_gone(unit)
         self._features.clear()
         self._lent.clear()
         self.used_bytes = self._lent_bytes = 0

@@ -22,6 +22,7 @@ from fabric.contracts import (
     ArenaFull,
     AttemptId,
     Clock,
+    FeatureLog,
     FeatureMismatch,
     FeatureStats,
     FeatureTicket,
@@ -63,7 +64,9 @@ class Receiver:
         """Creates a receiver with an empty store. `levels` is (num_levels, hidden_size) of the model's features."""
         self._endpoint, self._config, self._levels = endpoint, config, levels
         self._engine, self._listener = engine, listener
-        self.store = FeatureStore(config, endpoint.clock)
+        self.kept_log = FeatureLog(endpoint.member_id, 1)
+        """Tells routers how the features change that are kept after prefill."""
+        self.store = FeatureStore(config, endpoint.clock, self.kept_log)
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_at_rest = True

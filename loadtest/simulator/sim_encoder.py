@@ -19,7 +19,6 @@ from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.encoder_service import REPORT_SPACING_S, encoder_report
 from encoder_pool.pipeline import Pipeline
 from encoder_pool.planning import (
-    FeatureLog,
     FeatureSpec,
     FeatureTable,
     ForwardResult,
@@ -36,6 +35,7 @@ from fabric.contracts import (
     EncoderLost,
     EncoderReport,
     FeatureEvents,
+    FeatureLog,
     FeatureTicket,
     MediaItem,
     Member,

@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from encoder_pool.planning import FeatureLog, FeatureTable, LeaseKey
-from fabric.contracts import AttemptId, ManualClock, MemberId, MmHash, RequestId, UnitKey, UnitTooLarge
+from encoder_pool.planning import FeatureTable, LeaseKey
+from fabric.contracts import AttemptId, FeatureLog, ManualClock, MemberId, MmHash, RequestId, UnitKey, UnitTooLarge
 from fabric.transport import LocalChannelHub, LocalFeatureSource, SourceSlot
 
 NUM_UNITS = 2

@@ -27,7 +27,7 @@ from encoder_pool.decoder import DecodeBroke
 from encoder_pool.encode_call import Announcer
 from encoder_pool.encoder_config import DEFAULT_LIMITS, EncoderConfig
 from encoder_pool.pipeline import Pipeline
-from encoder_pool.planning import FeatureLog, FeatureSpec, FeatureTable, ForwardResult, LeaseKey, SoundResult
+from encoder_pool.planning import FeatureSpec, FeatureTable, ForwardResult, LeaseKey, SoundResult
 from fabric.contracts import (
     Aborted,
     AttemptId,
@@ -35,6 +35,7 @@ from fabric.contracts import (
     EncodeFailed,
     EncodeRequest,
     EncodeResult,
+    FeatureLog,
     InvalidMedia,
     ManualClock,
     MediaItem,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from worker_world import unit_of
 
-from fabric.contracts import AttemptId, FeatureTicket, ManualClock, MemberId, RequestId, UnitKey, UnitReady
+from fabric.contracts import AttemptId, FeatureLog, FeatureTicket, ManualClock, MemberId, RequestId, UnitKey, UnitReady
 from fabric.transport import LandedFeature
 from llm_workers.features import FeatureStore
 from llm_workers.features.feature_entries import UnitState
@@ -53,7 +53,8 @@ class Store(RuleBasedStateMachine):
         super().__init__()
         self.clock = ManualClock()
         config = WorkerConfig(keep_features="always", kept_bytes=NUM_KEPT * NUM_BYTES, unclaimed_unit_ttl_s=5.0)
-        self.store = FeatureStore(config, self.clock)
+        self.log = FeatureLog(MemberId("worker"), 1)
+        self.store = FeatureStore(config, self.clock, self.log)
         self.attempts: dict[AttemptId, Wanting] = {}
         self.num_attempts = self.num_slots = 0
         self.announced: list[UnitReady] = []
@@ -299,6 +300,8 @@ class Store(RuleBasedStateMachine):
                 assert state is (UnitState.EXPECTED if is_expected else UnitState.GONE)
         assert self.store.num_held == len(self.announced) + len(self.pulling) + len(self.memory)
         assert self.store.num_attempts == len(self.attempts)
+        lent = [unit for unit, memory in self.memory.items() if memory.is_lent]
+        assert set(self.log.snapshot().stored) == {unit.mm_hash for unit in (*self.kept, *lent)}
 
     def teardown(self) -> None:
         """Ends everything: every slot is freed once, and nothing is left but what is kept."""
@@ -368,7 +371,7 @@ TestFeatureStore = Store.TestCase
 
 
 def test_a_transition_that_is_not_allowed_is_refused() -> None:
-    store = FeatureStore(WorkerConfig(), ManualClock())
+    store = FeatureStore(WorkerConfig(), ManualClock(), FeatureLog(MemberId("worker"), 1))
     store.expect(AttemptId(RequestId("r"), 0), (0, 0.0, "r"), {UNITS[0]: SHAPE}, [])
     with pytest.raises(AssertionError, match="EXPECTED -> PULLING"):
         store.begin_pull(UNITS[0])

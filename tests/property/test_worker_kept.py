@@ -11,7 +11,17 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from test_worker_receiver import ACTIONS, finish, play, requests
 from worker_world import ROW_BYTES, World, request_of, unit_of
 
-from fabric.contracts import AttemptId, FeatureStats, FeatureTicket, GenerateRequest, RequestId
+from fabric.contracts import (
+    AttemptId,
+    FeatureLog,
+    FeatureStats,
+    FeatureTicket,
+    GenerateRequest,
+    MemberId,
+    MmHash,
+    RequestId,
+    UnitKey,
+)
 from fabric.transport import LandedFeature
 from llm_workers.features import HostCache
 from llm_workers.features.host_cache import NO_SLOT
@@ -26,13 +36,30 @@ def landed(value: int, nbytes: int) -> LandedFeature:
     return LandedFeature(7, np.full(nbytes, value, np.uint8), ticket, 0.5)
 
 
+class KeptItems:
+    """A `KeptItems` follows the events of a log as a router does."""
+
+    def __init__(self) -> None:
+        self.items: set[MmHash] = set()
+        self.last_seq = 0
+
+    def follow(self, log: FeatureLog) -> None:
+        for message in log.drain():
+            assert message.first_seq == self.last_seq + 1
+            self.last_seq += len(message.stored) + len(message.removed)
+            self.items = (self.items | set(message.stored)) - set(message.removed)
+        assert (set(log.snapshot().stored), log.snapshot().first_seq) == (self.items, self.last_seq)
+
+
 class Cache(RuleBasedStateMachine):
     """Checks that the cache takes every feature that fits, and drops the least recently used ones."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stats = FeatureStats()
-        self.cache = HostCache(BUDGET, self.stats)
+        self.log = FeatureLog(MemberId("worker"), 1)
+        self.cache = HostCache(BUDGET, self.stats, self.log)
+        self.seen = KeptItems()
         self.free: list[tuple[str, int, int]] = []
         """Holds `(name, value, bytes)`, the least recently used first."""
         self.lent: list[tuple[str, int, int]] = []
@@ -43,7 +70,7 @@ class Cache(RuleBasedStateMachine):
         if any(one[0] == name for one in (*self.free, *self.lent)):
             return
         feature = landed(value, nbytes)
-        dropped = self.cache.put(unit_of(name), feature)
+        dropped = self.cache.put(unit_of(name), feature, 1)
         feature.buffer[:] = 0  # another feature uses the inbox slot now
         expected = []
         if nbytes + sum(one[2] for one in self.lent) <= BUDGET:
@@ -83,6 +110,8 @@ class Cache(RuleBasedStateMachine):
         assert [name for name in "abcdef" if self.cache.is_lent(unit_of(name))] == sorted(one[0] for one in self.lent)
         assert self.cache.used_bytes == sum(one[2] for one in (*self.free, *self.lent)) <= BUDGET
         assert self.stats.num_kept_hits == self.num_hits
+        self.seen.follow(self.log)
+        assert self.seen.items == {unit_of(one[0]).mm_hash for one in (*self.free, *self.lent)}
 
 
 Cache.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
@@ -164,3 +193,38 @@ def test_never_keeps_nothing() -> None:
     num_announced, world = asked("never", False, 3)
     store = world.receiver.store
     assert (num_announced, store.stats.num_kept_hits, store.host_cache.used_bytes) == (3, 0, 0)
+
+
+def test_an_item_counts_as_kept_while_all_of_its_units_are() -> None:
+    log = FeatureLog(MemberId("worker"), 3)
+    cache = HostCache(BUDGET, FeatureStats(), log)
+    first, second = (UnitKey(MmHash("film"), number) for number in (0, 1))
+    cache.put(first, landed(1, 4), 2)
+    assert log.drain() == []
+    cache.put(second, landed(1, 4), 2)
+    assert [message.stored for message in log.drain()] == [("film",)]
+    cache.lend(first)
+    assert log.drain() == [], "a feature that is lent is still there"
+    cache.put(unit_of("a"), landed(1, 6), 1)
+    assert [(message.stored, message.removed) for message in log.drain()] == [((), ("film",)), (("a",), ())]
+    cache.clear()
+    assert log.snapshot().stored == ()
+
+
+def test_routers_know_what_is_kept_and_are_asked_at_once_when_it_is_gone() -> None:
+    """The inbox's clock never moves, so nothing here waits for a time-out."""
+
+    async def scenario() -> None:
+        world, seen = World(100 * ROW_BYTES, keeping("always", 2, True)), KeptItems()
+        await serve(world, "r0", 0.0)
+        seen.follow(world.receiver.kept_log)
+        assert seen.items == {unit_of("a").mm_hash}
+        await serve(world, "r1", 1.0)
+        assert world.num_announced == 1, "the request was sent to no encoder, and the worker uses what it keeps"
+        world.receiver.store.distrust([unit_of("a")])
+        seen.follow(world.receiver.kept_log)
+        assert seen.items == set()
+        await serve(world, "r2", 2.0)
+        assert world.num_announced == 2, "the worker has asked for what it does not keep any more"
+
+    asyncio.run(scenario())

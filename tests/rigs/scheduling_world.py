@@ -21,6 +21,7 @@ from fabric.contracts import (
     BlocksRemoved,
     BlocksStored,
     ContextLengthExceeded,
+    FeatureLog,
     FeatureTicket,
     GenerateRequest,
     ManualClock,
@@ -64,7 +65,7 @@ class World:
         self.finishes: Counter[SequenceId] = Counter()
         self.asked_for: set[tuple[SequenceId, UnitKey]] = set()
         limits = replace(config, unclaimed_unit_ttl_s=1e6, unit_wait_s=1e6, keep_features="never")
-        self.store = FeatureStore(limits, self.clock)
+        self.store = FeatureStore(limits, self.clock, FeatureLog(MemberId("worker"), 1))
         """This is the same store that the receiver has; its decision is what evicts."""
         self.reads: dict[tuple[UnitKey, AttemptId], NextRead] = {}
         """Holds the reads that `drain_reads` reported."""

@@ -21,11 +21,12 @@ from encoder_pool.decode_process import Decoded, OnUnits
 from encoder_pool.encode_call import Announcer
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.pipeline import Pipeline
-from encoder_pool.planning import FeatureLog, FeatureSpec, FeatureTable, ForwardResult, ForwardUnit, LeaseKey
+from encoder_pool.planning import FeatureSpec, FeatureTable, ForwardResult, ForwardUnit, LeaseKey
 from fabric.contracts import (
     AttemptId,
     Destination,
     EncodeRequest,
+    FeatureLog,
     FeatureNeeded,
     GenerateRequest,
     GenerateResult,

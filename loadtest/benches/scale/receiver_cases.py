@@ -15,6 +15,7 @@ from fabric.contracts import (
     ArenaFull,
     AttemptId,
     BlockHash,
+    FeatureLog,
     FeatureTicket,
     GenerateRequest,
     ManualClock,
@@ -192,7 +193,7 @@ def _prepare_receiver(num_waiting: int) -> Callable[[], int]:
 def _prepare_shared_unit(num_sharers: int) -> Callable[[], int]:
     """Prepares one more announcement of a unit that `num_sharers` requests wait for and that finds no room. The
     measured event includes the decisions on what to pull and what to release."""
-    store = FeatureStore(WorkerConfig(), ManualClock())
+    store = FeatureStore(WorkerConfig(), ManualClock(), FeatureLog(MemberId("worker"), 1))
     unit = UnitKey(MmHash("popular"), 0)
     for number in range(num_sharers):
         attempt = AttemptId(RequestId(f"r{number}"), 0)

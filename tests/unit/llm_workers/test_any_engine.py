@@ -18,6 +18,7 @@ from fabric.contracts import (
     AttemptId,
     EngineFailed,
     EngineStats,
+    FeatureEvents,
     FeatureTicket,
     GenerateRequest,
     KvSnapshot,
@@ -193,6 +194,7 @@ async def test_any_engine_serves_requests_and_its_numbers_are_reported(served: S
     assert served.service.report().engine.tokens_generated == 3
     await served.until(lambda: served.of(WorkerReport) and served.of(KvSnapshot))
     assert served.of(KvSnapshot)[0].last_seq == 5
+    assert served.of(FeatureEvents) == [FeatureEvents(WORKER, 1, 0, is_snapshot=True)], "it keeps no features"
     assert served.service.seconds_by_part() == {"echo": 1.5}
 
 
