@@ -38,8 +38,8 @@ from fabric.transport import SourceSlot
 from modalities.family import EncoderInput
 
 UnitEnded = Callable[[UnitKey, WeftError | None], None]
-SoundEnded = Callable[[EncodeJob, list[EncoderInput] | WeftError, float], None]
-"""Takes the job, its units or the error that prevented them, and the seconds that its batch took."""
+SoundEnded = Callable[[EncodeJob, list[EncoderInput] | WeftError, float, int], None]
+"""Takes the job, its units or the error that prevented them, and the seconds and the cost of its batch."""
 
 
 class DeviceQueue:
@@ -137,7 +137,7 @@ class DeviceQueue:
         cost = sum(job.item.cost for job in jobs)
         self.prepare_costs.observe(jobs[0].item.modality, cost, result.seconds, self._clock.now())
         for job, outcome in zip(jobs, result.outcomes, strict=True):
-            self._sound_ended(job, outcome, result.seconds)
+            self._sound_ended(job, outcome, result.seconds, cost)
         done()
 
     def _begin(self, predicted_s: float) -> None:
@@ -244,15 +244,16 @@ class DeviceQueue:
             self.costs.observe(batch[0].modality, cost, result.seconds, self._clock.now())
         keys = [unit.key for unit in batch]
         self._jobs.served(keys, result.seconds, self._clock.now())
+        for waiter in {waiter: None for key in keys for waiter in self._jobs.waiters_missing(key)}:
+            waiter.encode_s += result.seconds
+            waiter.num_passes += 1
+            waiter.batch_items = max(waiter.batch_items, len(batch))
+            waiter.batch_cost += cost
         for unit, error in zip(batch, result.errors, strict=True):
             if error is None:
                 self._table.complete(unit.key)
             else:
                 self._table.fail(unit.key)
-            for waiter in self._jobs.waiters_missing(unit.key):
-                waiter.encode_s += result.seconds
-                waiter.batch_items = max(waiter.batch_items, len(batch))
-                waiter.batch_cost += cost
             self._unit_ended(unit.key, error)
         done()
 

@@ -65,9 +65,8 @@ class Call:
 
     def succeed(self, waiter: EncodeWaiter, now_s: float, *, is_cache_hit: bool) -> None:
         """Records the result of the waiter's item after all its units were announced."""
-        worked_s = waiter.decode_s + waiter.preprocess_s + waiter.encode_s
         times = StageTimes(
-            queue_s=max(0.0, now_s - waiter.received_s - worked_s),
+            queue_s=waiter.waits.idle_s,
             decode_s=waiter.decode_s,
             preprocess_s=waiter.preprocess_s,
             encode_s=waiter.encode_s,
@@ -75,6 +74,12 @@ class Call:
             batch_cost=waiter.batch_cost,
             is_cache_hit=is_cache_hit,
             device_prepare_s=waiter.device_prepare_s,
+            decode_wait_s=waiter.waits.decode_s,
+            device_wait_s=waiter.waits.device_s,
+            device_prepare_cost=waiter.device_prepare_cost,
+            num_passes=waiter.num_passes,
+            is_shared=waiter.is_shared,
+            total_s=now_s - waiter.received_s,
         )
         for item in self._same(waiter.item):
             is_first = item.index == waiter.item.index

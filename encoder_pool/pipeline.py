@@ -109,7 +109,7 @@ class Pipeline:
         self._held_back: dict[MemberId, dict[EncodeWaiter, None]] = {}
         """Holds, by worker, the waiters with a ready unit whose lease would exceed the worker's share of the
         arena."""
-        self.jobs = EncodeJobs(config.patience, lambda modality, cost: self.costs.work_s(modality, cost))
+        self.jobs = EncodeJobs(config.patience, lambda modality, cost: self.costs.work_s(modality, cost), clock.now)
         self.stats = ItemStats()
         ended = (self._unit_ended, self._sound_ended)
         self.device_queue = DeviceQueue(config, self.jobs, table, forward, clock, ended)
@@ -354,6 +354,7 @@ class Pipeline:
 
     def _succeed(self, waiter: EncodeWaiter) -> None:
         """Records the success of a waiter that misses no unit any more."""
+        self.jobs.note_waits(waiter)
         is_cache_hit = not waiter.encode_s  # otherwise a pass made units while it followed a job
         self._number_to_call[waiter.call].succeed(waiter, self._clock.now(), is_cache_hit=is_cache_hit)
         self._leave(waiter)
@@ -403,10 +404,12 @@ class Pipeline:
             self.stats.num_decoded += 1
             self.stats.decode_s += decoded.decode_s
             self.stats.preprocess_s += decoded.preprocess_s
-            seconds = decoded.decode_s + decoded.preprocess_s
-            self.decode_costs.observe(job.item.modality, job.item.cost, seconds, self._clock.now())
+            now_s = self._clock.now()
+            # What is left of the time is the way between the processes, which a request waits for as well.
+            preprocess_s = max(decoded.preprocess_s, now_s - began_s - decoded.decode_s)
+            self.decode_costs.observe(job.item.modality, job.item.cost, decoded.decode_s + preprocess_s, now_s)
             for waiter in job.waiters:
-                waiter.decode_s, waiter.preprocess_s = decoded.decode_s, decoded.preprocess_s
+                waiter.decode_s, waiter.preprocess_s = decoded.decode_s, preprocess_s
                 self._trace_item(waiter, "decoded", from_s=began_s)
             if decoded.waveform is None:
                 self.jobs.decoded(job, decoded.inputs)
@@ -422,15 +425,18 @@ class Pipeline:
         if self.jobs.decoded_part(job, inputs):
             self.pump()
 
-    def _sound_ended(self, job: EncodeJob, outcome: list[EncoderInput] | WeftError, seconds: float) -> None:
-        """Handles a sound after the device has made its units, in a batch that took `seconds`, or has failed. The
-        job may have ended meanwhile."""
+    def _sound_ended(
+        self, job: EncodeJob, outcome: list[EncoderInput] | WeftError, seconds: float, batch_cost: int
+    ) -> None:
+        """Handles a sound after the device has made its units, in a batch of `batch_cost` that took `seconds`, or has
+        failed. The job may have ended meanwhile."""
         if isinstance(outcome, WeftError):
             self._fail_job(job, outcome)
         elif self.jobs.is_live(job):
             for waiter in job.waiters:
                 waiter.preprocess_s += seconds
                 waiter.device_prepare_s += seconds
+                waiter.device_prepare_cost += batch_cost
                 self._trace_item(waiter, "prepared", from_s=self.device_queue.batch_began_s)
             self.jobs.decoded(job, outcome)
 

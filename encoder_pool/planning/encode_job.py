@@ -61,6 +61,27 @@ class JobStage(NamedTuple):
     """This is set for items that wait to be decoded."""
 
 
+class StageWaits(NamedTuple):
+    """Holds the seconds for which an item waited; the three kinds overlap."""
+
+    decode_s: float = 0.0
+    """Sums the time until its decoding began."""
+    device_s: float = 0.0
+    """Sums the time in which a part of it lay decoded and none was on the device."""
+    idle_s: float = 0.0
+    """Sums the time in which it was neither being decoded nor on the device."""
+
+    def after(self, other: StageWaits) -> StageWaits:
+        """Returns these waits without those that were over at `other`, an earlier state."""
+        return StageWaits(self.decode_s - other.decode_s, self.device_s - other.device_s, self.idle_s - other.idle_s)
+
+    def plus(self, other: StageWaits) -> StageWaits:
+        return StageWaits(self.decode_s + other.decode_s, self.device_s + other.device_s, self.idle_s + other.idle_s)
+
+
+NO_WAITS = StageWaits()
+
+
 @dataclass(slots=True, eq=False)
 class EncodeJob:
     """An `EncodeJob` makes the units of one item that its waiters miss."""
@@ -85,6 +106,9 @@ class EncodeJob:
     """Counts the units that the decoder has delivered; earlier units are not made again."""
     places: tuple[float, ...] = ()
     """Holds, for each unit, the share of the item's rows that precede it."""
+    waits: StageWaits = NO_WAITS
+    """Holds how long the job has waited until `waits_at_s`."""
+    waits_at_s: float = 0.0
 
     @property
     def is_long(self) -> bool:
@@ -102,6 +126,21 @@ class EncodeJob:
     def lies_decoded(self) -> bool:
         """Returns whether a decoded part of the item waits."""
         return bool(self.unit_to_input) or self.waveform is not None
+
+    @property
+    def is_on_device(self) -> bool:
+        """Returns whether the device works on the item: on units, or on the spectrogram of a sound."""
+        return bool(self.forwarding) or (self.phase is Phase.DECODED and self.waveform is None)
+
+    def note_waits(self, now_s: float) -> None:
+        """Adds the time since the last call to the waits that the job is in. It must be called before each change."""
+        passed_s, self.waits_at_s = now_s - self.waits_at_s, now_s
+        if passed_s > 0.0:
+            self.waits = StageWaits(
+                self.waits.decode_s + passed_s * (self.phase is Phase.WAITING),
+                self.waits.device_s + passed_s * (self.lies_decoded and not self.is_on_device),
+                self.waits.idle_s + passed_s * (self.phase is not Phase.DECODING and not self.is_on_device),
+            )
 
     @property
     def stage(self) -> JobStage | None:
@@ -143,12 +182,22 @@ class EncodeWaiter:
     decode_s: float = 0.0
     preprocess_s: float = 0.0
     device_prepare_s: float = 0.0
+    device_prepare_cost: int = 0
+    """Sums the cost of the sounds whose spectrograms the device made at the same time."""
     encode_s: float = 0.0
     """Sums the time of all forward passes that made units of the item."""
+    num_passes: int = 0
+    """Counts these passes."""
     batch_items: int = 0
     """Holds the number of units in the largest of these passes."""
     batch_cost: int = 0
     """Sums the cost of all these passes."""
+    waits: StageWaits = NO_WAITS
+    """Holds how long the item has waited since it came, in the jobs that it has left."""
+    joined_at: StageWaits = NO_WAITS
+    """Holds how long its present job had waited when the item joined it."""
+    is_shared: bool = False
+    """Says that the item joined a job that another request had begun."""
 
     @property
     def call(self) -> int:

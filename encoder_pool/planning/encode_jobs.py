@@ -54,8 +54,10 @@ of repricing."""
 class EncodeJobs:
     """Holds all jobs of one encoder, at most one per `mm_hash`. It is not thread-safe."""
 
-    def __init__(self, patience: float, to_seconds: ToSeconds) -> None:
+    def __init__(self, patience: float, to_seconds: ToSeconds, now: Callable[[], float] = lambda: 0.0) -> None:
+        """`now` returns the time, by which the waits of jobs are measured."""
         self._patience = patience
+        self._now = now
         self._to_seconds = to_seconds
         self._hash_to_job: dict[MmHash, EncodeJob] = {}
         self._call_to_waiting: dict[int, WaitingCall] = {}
@@ -112,6 +114,7 @@ class EncodeJobs:
         if job is None:
             places = tuple(rows / item.num_tokens for rows in accumulate(item.unit_tokens, initial=0))
             job = self._hash_to_job[item.mm_hash] = EncodeJob(item, waiter.data, places=places)
+            job.waits_at_s = self._now()
         self._add_waiter(job, waiter)
         with self._changing(job):
             if job.phase is not Phase.ENCODING:
@@ -125,6 +128,11 @@ class EncodeJobs:
         """Returns whether the waiter has joined a job and is still one of its waiters."""
         job = self._hash_to_job.get(waiter.item.mm_hash)
         return job is not None and waiter in job.waiters
+
+    def note_waits(self, waiter: EncodeWaiter) -> None:
+        """Brings `waiter.waits` up to date."""
+        if (job := self._hash_to_job.get(waiter.item.mm_hash)) is not None and waiter in job.waiters:
+            self._note_waits(job, waiter)
 
     def leave(self, waiter: EncodeWaiter) -> EncodeJob | None:
         """Removes a waiter; does nothing if it has left already. Units that no other waiter misses leave the queue
@@ -383,6 +391,7 @@ class EncodeJobs:
     @contextmanager
     def _changing(self, job: EncodeJob) -> Iterator[None]:
         """Surrounds every change of a job and updates the sums, and what the calls of its waiters wait for."""
+        job.note_waits(self._now())
         stage, cost, was_decoded = job.stage, job.remaining_cost, job.lies_decoded
         num_units = len(job.unit_to_cost)
         self.totals.count(job, -1)
@@ -408,6 +417,9 @@ class EncodeJobs:
                 self._enter_stage(waiting, job, waiter, new_stage)
 
     def _add_waiter(self, job: EncodeJob, waiter: EncodeWaiter) -> None:
+        job.note_waits(self._now())
+        waiter.joined_at = job.waits
+        waiter.is_shared = waiter.is_shared or bool(job.waiters or job.unit_to_cost)
         job.waiters[waiter] = None
         waiting = self._call_to_waiting.get(waiter.call)
         if waiting is None:
@@ -422,6 +434,7 @@ class EncodeJobs:
         self._enter_stage(waiting, job, waiter, job.stage)
 
     def _take_waiter(self, job: EncodeJob, waiter: EncodeWaiter) -> None:
+        self._note_waits(job, waiter)
         del job.waiters[waiter]
         waiting = self._call_to_waiting[waiter.call]
         self._leave_stage(waiting, job, job.stage)
@@ -433,6 +446,11 @@ class EncodeJobs:
             self._rank(waiting)
         else:
             del self._call_to_waiting[waiter.call]
+
+    def _note_waits(self, job: EncodeJob, waiter: EncodeWaiter) -> None:
+        job.note_waits(self._now())
+        waiter.waits = waiter.waits.plus(job.waits.after(waiter.joined_at))
+        waiter.joined_at = job.waits
 
     def _hold(self, worker_id: MemberId, job: EncodeJob, cost: int, sign: int, *, is_decoded: bool) -> None:
         """Adds (`sign` 1) or removes (`sign` -1) a job of that cost that a call of a worker waits for."""

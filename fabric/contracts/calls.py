@@ -157,17 +157,42 @@ class EncodeRequest(Wire, frozen=True):
 
 
 class StageTimes(Wire, frozen=True):
-    """Holds the seconds that one item spent in each stage of the encoder, for the cost model and the trace."""
+    """Holds the seconds that one item spent in each stage of the encoder, for the cost model and the trace.
+
+    The stages of a picture follow each other: it waits for a decode process (`decode_wait_s`), is decoded and
+    preprocessed, waits for the device (`device_wait_s`), and is encoded. The sum of these is `total_s`, up to the time
+    for which a worker's share of the arena holds its features back. A sound may be prepared on the device in between,
+    which is a part of `preprocess_s`; `device_wait_s` then contains both waits for the device. The first units of a
+    video are encoded while the rest is decoded, so its stages overlap and sum to more. An item that is cached has no
+    stages. An item that joins the work of another request (`is_shared`) has the costs of that work in full, and waits
+    only from the moment at which it joined."""
 
     queue_s: float = 0.0
+    """Holds the time in which the item was neither being decoded nor on the device."""
     decode_s: float = 0.0
     preprocess_s: float = 0.0
+    """Holds the time from pixels or samples to the encoder's input, which includes handing it over between processes
+    and the work of the device (`device_prepare_s`)."""
     encode_s: float = 0.0
+    """Sums the forward passes over units of the item, which may contain units of other items."""
     batch_items: int = 0
+    """Counts the units in the largest of these passes."""
     batch_cost: int = 0
+    """Sums the costs of these passes."""
     is_cache_hit: bool = False
     device_prepare_s: float = 0.0
-    """Holds the part of `preprocess_s` for which the encoder's device worked."""
+    """Holds the part of `preprocess_s` for which the encoder's device worked, on a batch of sounds."""
+    decode_wait_s: float = 0.0
+    device_wait_s: float = 0.0
+    """Holds the time in which a part of the item lay decoded and none was on the device."""
+    device_prepare_cost: int = 0
+    """Sums the cost of the sounds in that batch."""
+    num_passes: int = 0
+    """Counts the forward passes of `encode_s`."""
+    is_shared: bool = False
+    """Says that another request had begun the work."""
+    total_s: float = 0.0
+    """Holds the time from the item's arrival until all its units were announced."""
 
 
 class ItemResult(Wire, frozen=True):

@@ -256,13 +256,14 @@ class Learning:
         decoded_s = times.decode_s + times.preprocess_s - times.device_prepare_s
         encoded_cost = max(times.batch_cost, terms.cost)
         costs = encoder.cost.of(terms.modality)
-        if is_as_planned and not terms.is_cached:
+        prepared_cost = max(times.device_prepare_cost, terms.cost)
+        if is_as_planned and not terms.is_cached and not times.is_shared:
             self.accuracy.note("encoder_wait", terms.wait_s, times.queue_s)
             self.accuracy.note("decode", costs.decode.at(terms.cost), decoded_s)
-            self.accuracy.note("device_prepare", costs.device_prepare.at(terms.cost), times.device_prepare_s)
+            self.accuracy.note("device_prepare", costs.device_prepare.at(prepared_cost), times.device_prepare_s)
             self.accuracy.note("encode", costs.encode.at(encoded_cost), times.encode_s)
         encoder.cost.observe_decode(terms.modality, terms.cost, decoded_s, now)
-        encoder.cost.observe_device_prepare(terms.modality, terms.cost, times.device_prepare_s, now)
+        encoder.cost.observe_device_prepare(terms.modality, prepared_cost, times.device_prepare_s, now)
         encoder.cost.observe_encode(terms.modality, encoded_cost, times.encode_s, now)
 
     def observe_report(self, report: WorkerReport, now: float) -> None:
