@@ -112,6 +112,7 @@ _FIRST, _LAST = -2 * _FAR, _FAR
 undefined."""
 EDGES: FloatArray = np.array([0.0, *(SMALLEST_KEY * 2**number for number in range(NUM_BINS - 3)), _FAR / 2])
 """Holds the highest key of each bin but the last. Has shape `(NUM_BINS - 1,)`."""
+_ONES = np.ones(NUM_BINS)
 _EQUAL = 1.0 + 1e-9
 """Work of a key that exceeds the own key by less than this factor counts as equal, so that sums of equal keys are equal
 however they were rounded."""
@@ -227,12 +228,16 @@ def waits_s(
     If the encoder fuses the new work into one pass with work ahead of it, the pass begins earlier and takes longer, and
     the predicted end of the pass is the same.
     """
+    # A product with ones sums the rows in a fraction of the time of `sum`, and a plan has only microseconds.
     seconds, moments = profiles[:, :NUM_BINS], profiles[:, NUM_BINS:]
-    is_ahead = moments <= (own_keys * _EQUAL)[:, None] * seconds
-    ahead_s = (seconds * is_ahead).sum(axis=1)
+    is_ahead = moments <= seconds * (own_keys * _EQUAL)[:, None]
     since_s = ages_s - forward_left_s
-    in_the_way_s = np.minimum(0.5 * unit_s, seconds.sum(axis=1) - since_s) * (since_s > 0.0)
-    waits: FloatArray = np.maximum(np.maximum(ahead_s - since_s, in_the_way_s), 0.0)
+    waits: FloatArray = (seconds * is_ahead) @ _ONES
+    waits -= since_s
+    np.maximum(waits, 0.0, out=waits)
+    if since_s.max(initial=0.0) > 0.0:
+        in_the_way_s = np.minimum(0.5 * unit_s, seconds @ _ONES - since_s)
+        np.maximum(waits, in_the_way_s, out=waits, where=since_s > 0.0)
     return waits
 
 
@@ -240,7 +245,7 @@ def keys_of(own_remaining_s: FloatArray, patiences: FloatArray, ages_s: FloatArr
     """Returns `key_of` for many encoders at once; all arrays have shape `(num_encoders,)`."""
     if priority:
         return np.full(len(ages_s), key_of(0.0, 0.0, 0.0, priority))
-    return virtual_s(ages_s, own_remaining_s, 0.0, patiences)
+    return ages_s + patiences * own_remaining_s  # This is `virtual_s` of work of which nothing is done yet.
 
 
 def wait_s(profile: Sequence[float], forward_left_s: float, own_key: float, age_s: float, unit_s: float) -> float:
