@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fabric.contracts import EngineStats, FeatureStats, KvEvent, KvEvents, MemberId, WorkerReport
+from fabric.contracts import EngineStats, FeatureStats, KvEvent, KvEvents, MemberId, PullWindow, WorkerReport
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import StepCosts
 from llm_workers.worker_config import WorkerConfig
@@ -25,10 +25,13 @@ class WorkerReporter:
         config: WorkerConfig,
         engine_stats: EngineStats,
         feature_stats: Callable[[], FeatureStats],
+        pull_windows: Callable[[], tuple[PullWindow, ...]] = tuple,
     ) -> None:
-        """Begins with `engine_stats`, which the engine's updates replace, and reads `feature_stats` for each report."""
+        """Begins with `engine_stats`, which the engine's updates replace, and reads `feature_stats` and `pull_windows`
+        for each report."""
         self._member_id, self._config = member_id, config
         self._engine_stats, self._feature_stats = engine_stats, feature_stats
+        self._pull_windows = pull_windows
         self._seq = 0
         self._kv_first_seq = 0
         self._kv_events: list[KvEvent] = []
@@ -77,4 +80,5 @@ class WorkerReporter:
             max_step_tokens=self._config.max_step_tokens,
             max_sequences=self._config.max_sequences,
             is_lost=self.is_lost,
+            pulls=self._pull_windows(),
         )

@@ -77,7 +77,8 @@ class WorkerService:
         levels = (family.shape.num_levels, family.shape.hidden_size)
         self._receiver = Receiver(endpoint, config, levels, self._engine, listener)
         self._routers = RouterTable(plane, clock)
-        self._reporter = WorkerReporter(member_id, config, self._engine.stats(), self._receiver.stats)
+        stats, receiver = self._engine.stats(), self._receiver
+        self._reporter = WorkerReporter(member_id, config, stats, receiver.stats, receiver.pull_log.windows)
         self._peers = Peers(plane, sink, self._receiver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
@@ -374,3 +375,4 @@ class WorkerService:
         self._send_kv_events()
         if self._loop is not None and len(self._routers):
             self._routers.send_report(self.report())
+            self._receiver.pull_log.forget_windows()

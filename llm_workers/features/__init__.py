@@ -4,7 +4,7 @@
 pulled, landed, read by the engine, or kept, and it makes every decision. `feature_entries` describes what the book says
 of one unit, and the order in which units are read. `receiver` carries out the decisions: it takes announcements, pulls
 through the feature channel, and frees memory; its `Peers` track the members from which features come. `host_cache`
-holds the features that are kept after prefill.
+holds the features that are kept after prefill. `pull_log` keeps when pulls began and ended, for the reports.
 
 The service passes requests, announcements and the engine's updates to the `Receiver`. Everything here lives in the
 event loop. The package knows the engine only as a `FeatureEngine`, which is handed references to features and gives

@@ -43,6 +43,7 @@ from fabric.contracts import (
 from fabric.transport import FeatureSink, LandedFeature, Plane
 from llm_workers.features.feature_entries import Shape
 from llm_workers.features.feature_store import FeatureStore, MissingUnit
+from llm_workers.features.pull_log import PullLog
 from llm_workers.scheduling import FeatureReference, Reads, ReleasedFeature
 from llm_workers.worker_config import WorkerConfig
 
@@ -67,6 +68,7 @@ class Receiver:
         self.kept_log = FeatureLog(endpoint.member_id, 1)
         """Tells routers how the features change that are kept after prefill."""
         self.store = FeatureStore(config, endpoint.clock, self.kept_log)
+        self.pull_log = PullLog()
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_at_rest = True
@@ -204,6 +206,7 @@ class Receiver:
                 self._fail(self.store.attempts_of(unit), error)
             return True
         self.store.begin_pull(unit)
+        self.pull_log.begin(pull, ready.ticket.source, ready.ticket.nbytes, self._endpoint.clock.now())
         self._pulls.add(pull)
         pull.add_done_callback(lambda done: self._call_soon(self._pulled, ready, done))
         return True
@@ -249,6 +252,10 @@ class Receiver:
     def _record_pull(self, ready: UnitReady, done: Future[LandedFeature]) -> None:
         self._pulls.discard(done)
         self._release(ready)
+        if done.cancelled() or done.exception() is not None:
+            self.pull_log.fail(done)
+        else:
+            self.pull_log.end(done, done.result().seconds)
         if done.cancelled() or self._loop is None:
             self.store.fail_pull(ready.unit, "transfer_failed")
             if not done.cancelled() and done.exception() is None:
