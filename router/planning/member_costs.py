@@ -443,7 +443,7 @@ class EncoderCost:
         return EncoderCosts(stages.decode.line, stages.device_prepare.line, stages.encode.line)
 
     def anchor(self, report: EncoderReport, now: float) -> None:
-        """Takes the encoder's own measurements of its stages."""
+        """Takes the encoder's own measurements of its stages. A stage that it has not measured yet is left out."""
         general = Line(report.batch_overhead_s, report.encode_s_per_cost)
         self._modality_to_stages[GENERAL].encode.anchor(general, now)
         for cost in report.costs:

@@ -3,7 +3,9 @@
 import random
 
 import pytest
+from planning_samples import encoder_report
 
+from fabric.contracts import EncodeCost
 from router.planning.member_costs import (
     ZERO,
     CommonStages,
@@ -13,7 +15,7 @@ from router.planning.member_costs import (
     LinearCost,
     StageEstimates,
 )
-from router.planning.views import Line
+from router.planning.views import EncoderCosts, Line
 
 TRUTH = Line(0.02, 3e-4)
 
@@ -115,3 +117,13 @@ def test_a_stage_of_one_modality_costs_others_nothing_and_a_new_encoder_what_it_
     common = CommonStages.of([cost.estimates(0.0)["audio"]])
     unknown = StageEstimates(*(Estimate(line, 0.0) for line in CostDefaults().encoder))
     assert unknown.believed(common).device_prepare == cost.of("audio").device_prepare
+
+
+def test_every_stage_that_an_encoder_reports_is_taken_and_the_others_stay() -> None:
+    cost = EncoderCost(CostDefaults().encoder)
+    reported = EncodeCost("audio", 1e-3, 0.2, decode_s_per_cost=1e-5, decode_overhead_s=0.01)
+    cost.anchor(encoder_report("e0", 1, costs=(reported,)), 0.0)
+    assert cost.of("audio") == EncoderCosts(Line(0.01, 1e-5), ZERO, Line(0.2, 1e-3))
+    reported = EncodeCost("audio", 1e-3, 0.2, device_prepare_s_per_cost=1e-4, device_prepare_overhead_s=0.05)
+    cost.anchor(encoder_report("e0", 2, costs=(reported,)), 1.0)
+    assert cost.of("audio") == EncoderCosts(Line(0.01, 1e-5), Line(0.05, 1e-4), Line(0.2, 1e-3))
