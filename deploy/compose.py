@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.compute_dtype import with_dtype
-from deploy.config import ClusterConfig, EncoderSection
+from deploy.config import ClusterConfig, EncoderSection, LinkEndSection
 from deploy.logs import collect_library_logs
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
@@ -27,7 +27,7 @@ from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
-from router.planning import PlannerSettings
+from router.planning import LinkOverride, MemberSelector, PlannerSettings
 from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig
 from router.run import Pools
 
@@ -275,6 +275,17 @@ def max_items_per_prompt(config: ClusterConfig, family: Family) -> dict[str, int
     }
 
 
+def link_overrides(config: ClusterConfig) -> tuple[LinkOverride, ...]:
+    """Returns the configured classes of links."""
+    return tuple(
+        LinkOverride(_selector(each.source), _selector(each.target), each.link) for each in config.router.links
+    )
+
+
+def _selector(end: LinkEndSection) -> MemberSelector:
+    return MemberSelector(end.member, end.host, end.kind or "*", tuple(sorted(end.labels.items())))
+
+
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
     from modalities import probing
@@ -290,8 +301,11 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         max_bodies_bytes=config.router.max_bodies_bytes,
         max_in_flight=config.router.max_in_flight,
         planner=PlannerSettings(
-            max_index_blocks=config.router.max_index_blocks, max_index_items=config.router.max_index_items
+            max_index_blocks=config.router.max_index_blocks,
+            max_index_items=config.router.max_index_items,
+            links=link_overrides(config),
         ),
+        costs_file=config.router.costs_file,
         max_num_choices=config.router.max_num_choices,
         min_priority=config.router.min_priority,
         heartbeat_s=config.router.heartbeat_s,

@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
@@ -28,7 +29,7 @@ from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
 from router.api import describe_flaw, shown
-from router.planning import PlannerSettings
+from router.planning import LinkClass, PlannerSettings
 from router.router_config import RouterConfig
 
 PROBE_LIMITS = ProbeLimits()
@@ -96,6 +97,36 @@ class ServerSection(_Section):
     answered 503."""
 
 
+class LinkEndSection(_Section):
+    """Selects members at one end of a link. Patterns may contain `*`, `?` and `[...]`; all of them must match."""
+
+    member: str = Field("*", min_length=1)
+    """Matches the id of the member."""
+    host: str = Field("*", min_length=1)
+    """Matches the name of the machine, as `GET /weft/members` shows it."""
+    kind: Literal["encoder", "worker"] | None = None
+    """Selects members of one kind; None selects both."""
+    labels: dict[str, str] = {}
+    """Maps names of node labels to patterns; a member without such a label is not selected."""
+
+
+class LinkSection(_Section):
+    """States the class of the links over which features travel from some encoders to some workers."""
+
+    source: LinkEndSection = Field(LinkEndSection(), alias="from")
+    target: LinkEndSection = Field(LinkEndSection(), alias="to")
+    link: LinkClass = Field(alias="class")
+    """Names the class, which gives a link its first cost; the real cost is learned for each class."""
+
+    @model_validator(mode="after")
+    def _check_kinds(self) -> LinkSection:
+        if self.source.kind == "worker":
+            raise ValueError("features travel from encoders to workers, so no link begins at a worker")
+        if self.target.kind == "encoder":
+            raise ValueError("features travel from encoders to workers, so no link ends at an encoder")
+        return self
+
+
 class RouterSection(_Section):
     replicas: int = Field(1, ge=1)
     """Sets the number of routers."""
@@ -125,6 +156,13 @@ class RouterSection(_Section):
     capacity_wait_s: float = Field(120.0, ge=0)
     """A request waits this many seconds for a worker, or an encoder of its media, to come back; then it is answered
     503."""
+    costs_file: Path | None = None
+    """Keeps the costs that the routers have learned (of decoding, encoding, prefill and links), so that the planner
+    predicts well from the first request after a restart. With None, each run begins with its own measurements. Routers
+    on one machine share the file; a file of another model is ignored."""
+    links: tuple[LinkSection, ...] = ()
+    """States the classes of links between encoders and workers, which otherwise follow from what each member finds on
+    its machine. The first entry that fits a pair counts."""
 
 
 def _check_modality(name: str) -> str:
@@ -437,14 +475,28 @@ def _problem(item: ErrorDetails, marks: dict[tuple[str | int, ...], Mark]) -> Pr
 def _unknown_key(location: tuple[str | int, ...]) -> str:
     import difflib
 
-    model: type[BaseModel] = ClusterConfig
+    fields = keys_of(ClusterConfig)
     for step in location[:-1]:
-        annotation = model.model_fields[str(step)].annotation
-        assert isinstance(annotation, type)
-        model = annotation
-    near = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; known keys are {', '.join(model.model_fields)}"
+        if isinstance(step, str):
+            section = section_in(fields[step].annotation)
+            assert section is not None
+            fields = keys_of(section)
+    near = difflib.get_close_matches(str(location[-1]), fields, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; known keys are {', '.join(fields)}"
     return f"the key is unknown{hint}"
+
+
+def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Maps the keys of a section, as a file writes them, to its fields."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+def section_in(annotation: Any) -> type[BaseModel] | None:
+    """Returns the section that a key holds, alone or in a list, or None if it holds none."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (section_in(each) for each in get_args(annotation))
+    return next((section for section in inner if section is not None), None)
 
 
 def parse_with_marks(text: str) -> tuple[object, dict[KeyPath, Mark]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from modalities.family import DEFAULT_OPTIONS, MediaOptions
@@ -118,6 +119,8 @@ class RouterConfig:
     retry_after_s: float = 1.0
     """This is the value of Retry-After when the error does not name one."""
     planner: PlannerSettings = field(default_factory=PlannerSettings)
+    costs_file: Path | None = None
+    """The router keeps the costs that it has learned in this file; with None it forgets them when it stops."""
     max_traces: int = 256
     max_trace_events: int = 512
 

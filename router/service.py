@@ -33,9 +33,10 @@ from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest
+from router.cost_file import CostFile
 from router.member_feeds import MemberFeeds
 from router.observe import PlannerSeries, RequestTrace, RouterMetrics, TraceRing
-from router.planning import ClusterState
+from router.planning import ClusterState, SavedCosts
 from router.prompt import Draft, Prompt, PromptBuilder
 from router.router_config import RouterConfig
 from router.run import (
@@ -82,12 +83,14 @@ class RouterService:
         self._prompt_builder = prompt_builder
         self._runs: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None
+        self._cost_file = CostFile(config.costs_file, config.model_name, wall_time)
+        saved = self._cost_file.read()
         metrics = RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes)
         self._context = RouterContext(
             member_id=member_id,
             config=config,
             feature_row_bytes=shape.hidden_size * config.feature_itemsize,
-            cluster=ClusterState(shape, config.block_size, random.Random(str(member_id)), config.planner),
+            cluster=ClusterState(shape, config.block_size, random.Random(str(member_id)), config.planner, saved),
             plane=plane,
             pools=pools,
             clock=clock,
@@ -108,6 +111,7 @@ class RouterService:
         await self._prompt_builder.start()
         self._context.plane.start(self._handle)
         self._heartbeats = self._context.tasks.spawn(self._feeds.run(), "router heartbeats")
+        self._context.tasks.spawn(self._cost_file.keep(self._learned), "router learned costs")
 
     async def drain(self, limit_s: float) -> int:
         """Stops admitting requests and waits until every request in flight has ended, up to `limit_s`. Returns how many
@@ -122,12 +126,16 @@ class RouterService:
         return self.admission.num_in_flight
 
     async def stop(self) -> None:
-        """Ends every request (its client gets an error) and every task. The message plane stays open; its owner closes
-        it."""
+        """Ends every request (its client gets an error) and every task, and writes the learned costs. The message plane
+        stays open; its owner closes it."""
         for run in list(self._runs.values()):
             run.cancel()
         await self._context.tasks.cancel_all(STOP_TIMEOUT_S)
+        await self._cost_file.write(self._learned)
         await self._prompt_builder.close()
+
+    def _learned(self, wall_s: float) -> SavedCosts:
+        return self._context.cluster.learned(self._context.clock.now(), wall_s)
 
     def check_health(self) -> None:
         """Raises WeftError if the router can serve no more because its heartbeat has ended or its message plane has

@@ -127,19 +127,23 @@ def config_keys(section: type[BaseModel] = cluster_config.ClusterConfig, prefix:
     schema = section.model_json_schema()
     meanings = inherited_docstrings(section) | field_docstrings(section)
     for name, field in section.model_fields.items():
-        annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield from config_keys(annotation, f"{prefix}{name}.")
+        key, annotation = field.alias or name, field.annotation
+        inner = cluster_config.section_in(annotation)
+        if inner is not None and inner is annotation:
+            yield from config_keys(inner, f"{prefix}{key}.")
             continue
-        described = schema["properties"][name]
+        described = schema["properties"][key]
+        described = schema["$defs"][described["$ref"].rpartition("/")[2]] if "$ref" in described else described
         is_size = "bytes" in name.split("_")
         yield ConfigKey(
-            f"{prefix}{name}",
-            "size" if is_size else _type(described),
-            _default(described.get("default"), is_size),
+            f"{prefix}{key}",
+            "size" if is_size else "list of mappings" if inner else _type(described),
+            "required" if field.is_required() else _default(described.get("default"), is_size),
             _unit(name),
             meanings.get(name, ""),
         )
+        if inner is not None:
+            yield from config_keys(inner, f"{prefix}{key}[].")
 
 
 def configuration() -> str:

@@ -66,6 +66,13 @@ class SavedCosts:
         seen = self.link_to_line.get(link)
         return seen.line if seen else None
 
+    def merged(self, other: SavedCosts) -> SavedCosts:
+        """Returns the newer line of both for each cost."""
+        costs, links = dict(other.key_to_line), dict(other.link_to_line)
+        costs.update((key, seen) for key, seen in self.key_to_line.items() if _is_newer(seen, costs.get(key)))
+        links.update((link, seen) for link, seen in self.link_to_line.items() if _is_newer(seen, links.get(link)))
+        return SavedCosts(costs, links, self.read_at_s)
+
     def updated(
         self, key_to_line: Mapping[CostKey, SeenLine], link_to_line: Mapping[LinkClass, SeenLine], now_s: float
     ) -> SavedCosts:
@@ -76,6 +83,10 @@ class SavedCosts:
             {link: seen for link, seen in links.items() if now_s - seen.seen_at_s <= MAX_AGE_S},
             now_s,
         )
+
+
+def _is_newer(seen: SeenLine, other: SeenLine | None) -> bool:
+    return other is None or seen.seen_at_s >= other.seen_at_s
 
 
 # ------------------------------------------------------------ the file

@@ -8,12 +8,13 @@ from typing import NamedTuple
 import pytest
 
 import deploy.config
-from deploy.compose import max_items_per_prompt, media_limits, mel_device, video_options
+from deploy.compose import link_overrides, max_items_per_prompt, media_limits, mel_device, video_options
 from deploy.config import ClusterConfig, check_config, load_config, parse_bytes
 from encoder_pool.encoder_config import DEFAULT_LIMITS
 from fabric.contracts import ConfigError
 from modalities.family import MediaOptions
 from modalities.media import MediaLimits
+from router.planning import LinkClass, LinkOverride, MemberSelector
 from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS
 
 
@@ -34,6 +35,31 @@ def test_laptop_default_has_one_router_one_encoder_two_workers_and_no_gpu() -> N
     assert (config.router.replicas, config.encoders.replicas, config.workers.replicas) == (1, 1, 2)
     assert config.encoders.device == config.workers.device == "cpu"
     assert config.server.host == "127.0.0.1"
+
+
+def test_links_are_overridden_by_pairs_of_selectors() -> None:
+    config, found = check_config(
+        """
+        router:
+          costs_file: /var/lib/weft/costs.json
+          links:
+            - from: {host: "enc-*", labels: {rack: "r?"}}
+              to: {member: "w-1", kind: worker}
+              class: rdma
+            - class: tcp
+        """
+    )
+    assert found == []
+    assert config is not None
+    assert config.router.costs_file == Path("/var/lib/weft/costs.json")
+    assert link_overrides(config) == (
+        LinkOverride(
+            MemberSelector(host="enc-*", labels=(("rack", "r?"),)),
+            MemberSelector("w-1", kind="worker"),
+            LinkClass.RDMA,
+        ),
+        LinkOverride(MemberSelector(), MemberSelector(), LinkClass.TCP),
+    )
 
 
 def test_shipped_configs_are_sound() -> None:
@@ -63,6 +89,23 @@ def test_shipped_configs_are_sound() -> None:
         (
             "model: {}\nmodel: {}\n",
             "line 2, column 1: (file): the file is not valid YAML: the key 'model' occurs twice",
+        ),
+        (
+            "router:\n  links:\n    - from: {hots: a}\n      class: rdma\n",
+            "line 3, column 14: router.links.0.from.hots: the key is unknown; did you mean host?",
+        ),
+        (
+            "router:\n  links:\n    - {from: {host: a}, class: pigeon}\n",
+            "line 3, column 25: router.links.0.class: the value must be 'same_process', 'nvlink', 'same_host', 'rdma' "
+            "or 'tcp', not \"pigeon\"",
+        ),
+        (
+            "router:\n  links:\n    - class: tcp\n      from: {kind: worker}\n",
+            "line 3, column 7: router.links.0: features travel from encoders to workers, so no link begins at a worker",
+        ),
+        (
+            "router:\n  links:\n    - class: tcp\n      to: {kind: encoder}\n",
+            "line 3, column 7: router.links.0: features travel from encoders to workers, so no link ends at an encoder",
         ),
         ("- 1\n", "line 1, column 1: (file): the file must be a mapping of keys, not an array"),
         (

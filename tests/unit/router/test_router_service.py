@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 
 import pytest
 from msgspec import structs
@@ -16,6 +18,8 @@ from fabric.contracts import (
     Aborted,
     ContextLengthExceeded,
     Draining,
+    EngineStats,
+    FeatureStats,
     InvalidMedia,
     InvalidRequest,
     KvEvents,
@@ -26,8 +30,11 @@ from fabric.contracts import (
     SamplingParams,
     UnsupportedModality,
     WeftError,
+    WorkerReport,
 )
 from router.api import ChatRequest, Usage
+from router.planning import decode_costs
+from router.planning.saved_costs import CostKey
 
 
 async def test_text_request_is_answered_with_exact_usage() -> None:
@@ -398,3 +405,18 @@ async def test_a_drain_of_an_idle_router_ends_at_once() -> None:
     async with fake_cluster() as cluster:
         assert await cluster.service.drain(limit_s=3600) == 0
         assert await cluster.service.drain(limit_s=3600) == 0, "asked for twice, it waits for nothing"
+
+
+async def test_a_router_keeps_what_it_has_learned_for_the_next_one(tmp_path: Path) -> None:
+    path, key = tmp_path / "costs.json", CostKey("worker", "", "", "prefill")
+    async with fake_cluster(costs_file=path) as cluster:
+        worker_id = cluster.workers[0].member_id
+        report = WorkerReport(
+            worker_id, 99, 99, (), EngineStats(), FeatureStats(), prefill_s_per_token=0.125, step_overhead_s=0.5
+        )
+        cluster.service._handle(report)
+        assert not path.exists()
+    saved = decode_costs(path.read_bytes(), cluster.service.config.model_name, 0.0)
+    assert saved.key_to_line[key].line == (0.5, 0.125)
+    async with fake_cluster(costs_file=path) as cluster:
+        assert cluster.service.cluster.learned(0.0, time.time()).key_to_line[key].line == (0.5, 0.125)
