@@ -9,7 +9,7 @@ import os
 import platform
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from deploy.compute_dtype import with_dtype
 from deploy.config import ClusterConfig, EncoderSection, LinkEndSection
 from deploy.logs import collect_library_logs
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
+from deploy.topology import find_place
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
-from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, SystemClock
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock
 from fabric.transport import FeatureSink, FeatureSource, Plane
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
@@ -99,6 +100,7 @@ def member(
     host: str,
     modalities: tuple[str, ...] = (),
     kv_scheme: KvScheme | None = None,
+    place: MemberPlace | None = None,
 ) -> Member:
     """Returns the record of a member. Its epoch is the current time, so other members never take a restarted process
     for the previous one."""
@@ -112,7 +114,18 @@ def member(
         transfer_agent=str(member_id),
         pid=os.getpid(),
         kv_scheme=kv_scheme,
+        place=place or MemberPlace(),
     )
+
+
+def member_place(config: ClusterConfig, kind: str, node_labels: Mapping[str, str] | None = None) -> MemberPlace:
+    """Returns what is known of the place of an encoder, or of a worker whose rank 0 is in this process. `node_labels`
+    are those that Ray knows."""
+    if kind == "encoder":
+        return find_place(config.encoders.device, node_labels=node_labels)
+    if kind == "worker":
+        return find_place(config.workers.device, config.workers.tensor_parallel, node_labels)
+    return MemberPlace()
 
 
 def host_name() -> str:

@@ -101,7 +101,8 @@ class LocalCluster:
         modalities = compose.loaded_modalities(self.config, self.model.family) if kind == "encoder" else ()
         host = f"{compose.host_name()}/in-process"
         scheme = KvScheme(WEFT_KV, self.config.workers.block_size) if kind == "worker" else None
-        self._members.append(compose.member(kind, member_id, plane.address, host, modalities, scheme))
+        place = compose.member_place(self.config, kind)
+        self._members.append(compose.member(kind, member_id, plane.address, host, modalities, scheme, place))
         self._planes.append(plane)
         return member_id, plane
 

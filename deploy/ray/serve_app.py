@@ -30,7 +30,15 @@ from deploy.ranks import WorkerEndpoint, open_worker, run_rank
 from deploy.ray.directory import Heartbeat, plane_keys
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
 from deploy.sizing import arena_bytes, inbox_bytes
-from fabric.contracts import EncodeRequest, EncodeResult, GenerateRequest, GenerateResult, MemberId, enter_request
+from fabric.contracts import (
+    EncodeRequest,
+    EncodeResult,
+    GenerateRequest,
+    GenerateResult,
+    MemberId,
+    MemberPlace,
+    enter_request,
+)
 
 if TYPE_CHECKING:
     from llm_workers.tensor_parallel import Invitation, RankProcess
@@ -88,7 +96,8 @@ class EncoderReplica:
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
         modalities = compose.loaded_modalities(config, model.family)
-        record = compose.member("encoder", member_id, self._plane.address, node_address(config), modalities)
+        address, place = node_address(config), await find_member_place(config, "encoder")
+        record = compose.member("encoder", member_id, self._plane.address, address, modalities, place=place)
         await self._service.start()
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
@@ -129,7 +138,8 @@ class WorkerReplica:
         endpoint, address = WorkerEndpoint(member_id, self._plane, self._sink), node_address(config)
         self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
         self._service = self._worker.service
-        record = compose.member("worker", member_id, self._plane.address, address, kv_scheme=self._service.kv_scheme)
+        scheme, place = self._service.kv_scheme, await find_member_place(config, "worker")
+        record = compose.member("worker", member_id, self._plane.address, address, kv_scheme=scheme, place=place)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
@@ -213,6 +223,12 @@ def node_address(config: ClusterConfig) -> str:
     """Returns the address at which this node's members reach each other: loopback if Weft started Ray itself, on this
     machine alone."""
     return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
+
+
+async def find_member_place(config: ClusterConfig, kind: str) -> MemberPlace:
+    """Returns what is known of the place of a member in this process, with the labels of its Ray node."""
+    labels = ray.get_runtime_context().get_node_labels()
+    return await asyncio.to_thread(compose.member_place, config, kind, labels)
 
 
 def actor_environment(config: ClusterConfig) -> dict[str, Any]:
