@@ -105,7 +105,7 @@ from fabric.contracts.identity import (
     split_hashes,
     uniform,
 )
-from fabric.contracts.learned_cost import MAX_SURPRISE, Memory, context_scale_tokens, corrected, weighted_tokens
+from fabric.contracts.learned_cost import Memory, context_scale_tokens, corrected, weighted_tokens
 from fabric.contracts.member_reports import (
     ArenaStats,
     DeviceStats,
@@ -151,7 +151,6 @@ __all__ = [
     "DTYPE_TO_BYTES",
     "EMPTY_PROFILE",
     "KV_HASH_BYTES",
-    "MAX_SURPRISE",
     "NUM_BINS",
     "PROFILE_LENGTH",
     "WEFT_KV",

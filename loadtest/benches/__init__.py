@@ -1,7 +1,8 @@
 """Runs benchmarks: `weft bench NAME`. Each prints a table, or with --json its bars and nothing else. Tests never
 measure speed.
 
-Five modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench` and `scale`.
+Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `scale` and
+`cost_bench`.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
 measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
 `chat_load` puts load on a worker or a server, `synthetic` makes their models and media, and `peer_process` runs
@@ -54,6 +55,12 @@ def _scale(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _costs(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.cost_bench import run
+
+    return run(options)
+
+
 def _compare(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.commit_comparison import run
 
@@ -66,6 +73,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "encoder": _encoder,
     "memory": _memory,
     "scale": _scale,
+    "costs": _costs,
     "compare": _compare,
 }
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import exp, exp2, inf, log
 from typing import NamedTuple, Protocol
 
-from fabric.contracts import MAX_SURPRISE, EncoderReport, corrected
+from fabric.contracts import EncoderReport, corrected
 from router.planning.link_classes import LinkClass
 from router.planning.views import EncoderCosts, Line
 
@@ -363,9 +363,9 @@ def _bounded(factor: float) -> float:
 
 class ExponentialAverage:
     """Keeps a member's cost line as the plain exponential average of what was observed, with the interface of
-    `AgeingCost`: an observation moves the line's factor over its anchor by a fixed share, and a report of the member
-    replaces the line. It knows no age, and nothing of outliers except that one observation counts as at most
-    `MAX_SURPRISE` times the prediction."""
+    `AgeingCost`: an observation moves the line by a fixed share of its error, and a report of the member replaces the
+    line. It knows no age, no anchor and no noise, and nothing of outliers except what
+    `fabric.contracts.corrected` does."""
 
     def __init__(self, start: Line, start_trust: float = 0.0, changed: CostListener = ignore_change) -> None:
         self._line = start
@@ -396,9 +396,8 @@ class ExponentialAverage:
         if predicted_s <= 0.0:
             self._line = Line(0.5 * actual_s, 0.5 * actual_s / x) if x >= 1.0 else Line(actual_s, 0.0)
         else:
-            ratio = min(max(actual_s / predicted_s, 1.0 / MAX_SURPRISE), MAX_SURPRISE)
-            factor = ratio if self._at_s is None else 1.0 + LEARNING_RATE * (ratio - 1.0)
-            self._line = Line(self._line.base_s * factor, self._line.per_unit_s * factor)
+            gain = 1.0 if self._at_s is None else LEARNING_RATE
+            self._line = Line(*corrected(self._line, (1.0, x), actual_s, gain))
         self._at_s = now
         self._changed(self)
 
