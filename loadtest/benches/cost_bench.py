@@ -131,7 +131,7 @@ DRIFTS = {
 }
 
 
-class Outcome(NamedTuple):
+class DriftOutcome(NamedTuple):
     median_error: float
     p90_error: float
     p50_s: float
@@ -140,7 +140,7 @@ class Outcome(NamedTuple):
     """Counts the requests from the middle of the run until the median error of 25 in a row is under a tenth."""
 
 
-def run_drift(drift: Drift, estimator: EstimatorName, num_requests: int) -> Outcome:
+def run_drift(drift: Drift, estimator: EstimatorName, num_requests: int) -> DriftOutcome:
     """Runs one world. Latencies are from arrival to end; errors compare a request's own predicted time with the actual
     one."""
     rng = random.Random(7)
@@ -180,7 +180,7 @@ def run_drift(drift: Drift, estimator: EstimatorName, num_requests: int) -> Outc
     settled = (at for at in range(half, num_requests - 25) if median(errors[at : at + 25]) < 0.1)
     until = next(settled, None)
     ordered = sorted(latencies[warm:])
-    return Outcome(
+    return DriftOutcome(
         median(errors[warm:]),
         sorted(errors[warm:])[int(0.9 * len(errors[warm:]))],
         ordered[len(ordered) // 2],

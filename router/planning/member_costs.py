@@ -306,7 +306,7 @@ class LinearCost:
             self._begin(x, actual_s)
             return
         predicted_s = old.at(x)
-        if 0.0 < actual_s < inf and predicted_s > 0.0:
+        if predicted_s > 0.0 and 0.0 < actual_s / predicted_s < inf:
             surprise, last = log(actual_s / predicted_s), self._last_surprise
             self._last_surprise = surprise
             if gain < 0.5:

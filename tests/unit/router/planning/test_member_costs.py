@@ -3,15 +3,20 @@
 import random
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from planning_samples import encoder_report
 
 from fabric.contracts import EncodeCost
 from router.planning.member_costs import (
     ZERO,
+    AgeingCost,
     CommonStages,
     CostDefaults,
+    CostEstimator,
     EncoderCost,
     Estimate,
+    ExponentialAverage,
     LinearCost,
     StageEstimates,
 )
@@ -127,3 +132,91 @@ def test_every_stage_that_an_encoder_reports_is_taken_and_the_others_stay() -> N
     reported = EncodeCost("audio", 1e-3, 0.2, device_prepare_s_per_cost=1e-4, device_prepare_overhead_s=0.05)
     cost.anchor(encoder_report("e0", 2, costs=(reported,)), 1.0)
     assert cost.of("audio") == EncoderCosts(Line(0.01, 1e-5), Line(0.05, 1e-4), Line(0.2, 1e-3))
+
+
+# ------------------------------------------------------------ both estimators
+
+ESTIMATORS = [AgeingCost, ExponentialAverage]
+Estimator = type[AgeingCost] | type[ExponentialAverage]
+
+
+def settled(kind: Estimator, seed: int = 3) -> tuple[CostEstimator, random.Random, float]:
+    """Returns an estimator that has learned the truth, a source of chance, and the time."""
+    cost, rng, now = kind(Line(2e-3, 3e-6)), random.Random(seed), 0.0
+    for _ in range(300):
+        now += 0.1
+        observe(cost, rng, now)
+    return cost, rng, now
+
+
+def observe(cost: CostEstimator, rng: random.Random, now: float, factor: float = 1.0, pause_s: float = 0.0) -> None:
+    x = rng.choice([1, 10, 100, 1000, 5000])
+    cost.observe(x, factor * TRUTH.at(x) * rng.uniform(0.9, 1.1) + pause_s, now)
+
+
+def error(cost: CostEstimator, factor: float = 1.0) -> float:
+    return max(abs(cost.line.at(x) / (factor * TRUTH.at(x)) - 1.0) for x in (10, 1000, 5000))
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_an_estimator_finds_the_truth_and_follows_a_sudden_change(kind: Estimator) -> None:
+    cost, rng, now = settled(kind)
+    assert error(cost) < 0.15
+    errors = []
+    for number in range(200):
+        observe(cost, rng, now + 0.1 * number, factor=2.0)
+        errors.append(error(cost, factor=2.0))
+    assert min(errors[:20]) < 0.1, "200 requests to sixteen workers are a dozen each"
+    assert sorted(errors[20:])[len(errors[20:]) // 2] < 0.1
+
+
+def test_pauses_of_seconds_hardly_move_an_ageing_estimate_and_move_an_average_more() -> None:
+    moved = {}
+    for kind in ESTIMATORS:
+        cost, rng, now = settled(kind)
+        worst = 0.0
+        for number in range(200):
+            observe(cost, rng, now + 0.1 * number, pause_s=rng.uniform(1.0, 5.0) if number % 10 == 0 else 0.0)
+            worst = max(worst, error(cost))
+        moved[kind] = worst
+    assert moved[AgeingCost] < 0.25
+    assert moved[AgeingCost] < moved[ExponentialAverage]
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_an_estimator_says_when_it_has_changed_and_what_its_evidence_is(kind: Estimator) -> None:
+    heard: list[CostEstimator] = []
+    cost = kind(TRUTH, 0.25, heard.append)
+    assert (cost.evidence.at_s, cost.evidence.trust(0.0), cost.is_measured) == (None, 0.25, False)
+    cost.observe(100, 0.0, 1.0)
+    cost.anchor(Line(0.0, 0.0), 1.0)
+    assert cost.line == TRUTH
+    cost.observe(100, 0.1, 2.0)
+    cost.anchor(Line(0.01, 1e-3), 3.0)
+    assert cost.is_measured
+    assert cost.line == pytest.approx(Line(0.01, 1e-3))
+    assert cost.evidence.at_s == 3.0
+    assert cost.evidence.trust(3.0) == 1.0
+    assert heard
+    assert all(each is cost for each in heard)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+@settings(deadline=None, max_examples=50)
+@given(
+    start=st.builds(Line, st.floats(0.0, 10.0), st.floats(0.0, 1.0)),
+    events=st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e3), st.floats(0.0, 50.0), st.booleans())),
+)
+def test_a_learned_line_is_never_negative_or_infinite(
+    kind: Estimator, start: Line, events: list[tuple[float, float, float, bool]]
+) -> None:
+    cost, now = kind(start), 0.0
+    for x, seconds, pause_s, is_report in events:
+        now += pause_s
+        if is_report:
+            cost.anchor(Line(seconds, x * 1e-6), now)
+        else:
+            cost.observe(x, seconds, now)
+        assert 0.0 <= cost.line.base_s < float("inf")
+        assert 0.0 <= cost.line.per_unit_s < float("inf")
+        assert 0.0 <= cost.estimate(now).trust <= 1.0
