@@ -35,6 +35,7 @@ from router.planning.member_costs import (
     CONFIRMED,
     GENERAL,
     STAGES,
+    ZERO,
     AgeingCost,
     CostDefaults,
     CostEstimator,
@@ -49,6 +50,7 @@ WORKER_STAGES = ("prefill", "delivery")
 """Names the stages of a worker, in the order of `BelievedCosts.workers`: its prefill, whose base is the overhead of a
 step, and the time that a request takes to the worker together with its first token's way back."""
 EstimatorName = Literal["ageing", "average"]
+_FETCH = CostKey("router", "", GENERAL, "fetch")
 REFRESH_S = 0.25
 """Believed costs may be this old. A refresh takes about a millisecond for a thousand workers."""
 
@@ -64,6 +66,9 @@ class BelievedCosts(NamedTuple):
     encoding. `Learning.modality_row` gives the number of a modality; the first one is `GENERAL`."""
     links: Floats
     """Has shape `(link classes, 2)`: alpha and beta, in the order of `LINK_CLASSES`."""
+    fetch: Line = ZERO
+    """This is the cost of fetching a medium of `x` bytes. It is zero until a fetch was observed; media that a request
+    contains are there when it is planned."""
 
 
 class Learning:
@@ -93,6 +98,8 @@ class Learning:
         self._member_to_place: dict[MemberId, LinkPlace] = {}
         self._agent_to_member: dict[str, MemberId] = {}
         self._links = {link: LinkCost(self._saved.link(link) or defaults.link(link)) for link in LinkClass}
+        fetch = self._saved.estimate(_FETCH)
+        self._fetch = self._make(*(fetch or (ZERO, 0.0)))
         self._believed: BelievedCosts | None = None
         self._believed_at_s = 0.0
 
@@ -176,7 +183,7 @@ class Learning:
         encoders = self._encoders.believed(now).reshape(len(self._modality_to_row), 2 * len(STAGES), -1)
         np.copyto(encoders, encoders[:1], where=np.isnan(encoders))
         links = np.array([self._links[link].line for link in LINK_CLASSES])
-        self._believed = BelievedCosts(self._workers.believed(now), encoders, links)
+        self._believed = BelievedCosts(self._workers.believed(now), encoders, links, self._fetch.line)
         self._believed_at_s = now
         return True
 
@@ -203,6 +210,8 @@ class Learning:
                         line = Line(*lines[column].tolist())
                         seen = SeenLine(line, wall_s - (now - float(seen_at_s[column])))
                         costs[CostKey(kind, hardware, modality, stage)] = seen
+        if self._fetch.evidence.at_s is not None:
+            costs[_FETCH] = SeenLine(self._fetch.line, wall_s - (now - self._fetch.evidence.at_s))
         links = {
             link: SeenLine(cost.line, wall_s - (now - cost.seen_at_s))
             for link, cost in self._links.items()
@@ -265,6 +274,11 @@ class Learning:
         encoder.cost.observe_decode(terms.modality, terms.cost, decoded_s, now)
         encoder.cost.observe_device_prepare(terms.modality, prepared_cost, times.device_prepare_s, now)
         encoder.cost.observe_encode(terms.modality, encoded_cost, times.encode_s, now)
+
+    def observe_fetch(self, num_bytes: int, seconds: float, now: float) -> None:
+        """Corrects the cost of fetching a medium by what a fetch of `num_bytes` took."""
+        self._fetch.observe(num_bytes, seconds, now)
+        self.version += 1
 
     def observe_report(self, report: WorkerReport, now: float) -> None:
         """Corrects the costs of the links by the worker's pulls. Windows with a pull from an encoder that has left are

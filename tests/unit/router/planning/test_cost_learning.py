@@ -12,7 +12,7 @@ from planning_samples import encoder_member, encoder_report, worker_member, work
 from fabric.contracts import EncodeCost, Member, MemberPlace, PullTime, PullWindow
 from router.planning.cost_learning import REFRESH_S, WORKER_STAGES, EstimatorName, Learning, LinkCost
 from router.planning.link_classes import LINK_CLASSES, LinkClass
-from router.planning.member_costs import GENERAL, CostDefaults, believed, common_line
+from router.planning.member_costs import GENERAL, ZERO, CostDefaults, believed, common_line
 from router.planning.saved_costs import CostKey, SavedCosts, SeenLine, decode_costs, encode_costs
 from router.planning.views import Line
 
@@ -214,6 +214,19 @@ def test_members_on_other_hardware_do_not_make_a_member_look_like_them() -> None
         state.take(worker_report(state.member.member_id, 1, prefill_s_per_token=per_token_s, step_overhead_s=0.1), 0.0)
     subject.refresh(1000.0)
     assert subject.believed.workers[0, 1, subject.worker_row(slow.member.member_id)] == pytest.approx(1e-2)
+
+
+def test_fetching_costs_nothing_until_a_fetch_was_seen() -> None:
+    subject = learning()
+    subject.refresh(0.0)
+    assert subject.believed.fetch == ZERO
+    for number in range(60):
+        subject.observe_fetch(MIB * (1 + number % 4), 0.05 + 0.1 * (1 + number % 4), float(number))
+    subject.refresh(60.0)
+    assert subject.believed.fetch.at(2 * MIB) == pytest.approx(0.25, rel=0.1)
+    again = learning(saved=subject.saved(60.0, 1.79e9))
+    again.refresh(0.0)
+    assert again.believed.fetch == subject.believed.fetch
 
 
 # ------------------------------------------------------------ another run
