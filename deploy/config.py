@@ -156,7 +156,7 @@ class RouterSection(_Section):
     capacity_wait_s: float = Field(120.0, ge=0)
     """A request waits this many seconds for a worker, or an encoder of its media, to come back; then it is answered
     503."""
-    costs_file: Path | None = None
+    costs_file: Path | None = default_of(RouterConfig, "costs_file")
     """Keeps the costs that the routers have learned (of decoding, encoding, prefill and links), so that the planner
     predicts well from the first request after a restart. With None, each run begins with its own measurements. Routers
     on one machine share the file; a file of another model is ignored."""
