@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from fabric.contracts import EncoderReport, Member, MemberId, RouterHeartbeat, SnapshotRequest, WorkerReport
 from router.run import RouterContext
@@ -21,22 +20,16 @@ MAX_HEARTBEATS_PER_S = 1000.0
 """The router sends at most this many heartbeats per second; their period grows with the members beyond that."""
 LEASE_PERIODS = 4
 """A lease lasts at least this many of the periods that `MAX_HEARTBEATS_PER_S` permits."""
-MAX_REPORTS_PER_S = 5000.0
+MAX_REPORTS_PER_S = 2500.0
 """The members together send this router at most this many reports per second, and as many messages with events of
 their caches (docs/adr/0056-plane-at-scale.md)."""
 HEARTBEATS_PER_TURN = 32
 """The router lets other tasks run after this many heartbeats."""
-MAX_SNAPSHOTS = 16
+MAX_SNAPSHOTS = 8
 """The router awaits snapshots of at most this many members at once."""
-SNAPSHOT_TIMEOUT_S = 2.0
-"""The router asks another member when a snapshot has not come after this time."""
-
-
-class ReportMark(NamedTuple):
-    """A `ReportMark` names the newest report of a member."""
-
-    epoch: int
-    seq: int
+SNAPSHOT_TIMEOUT_S = 10.0
+"""The router gives up a snapshot that has not come after this time, and asks for it again later. The time is long,
+because a router that is late with its messages would otherwise ask for more and be later still."""
 
 
 class MemberFeeds:
@@ -44,7 +37,8 @@ class MemberFeeds:
 
     def __init__(self, context: RouterContext) -> None:
         self._context = context
-        self._marks: dict[MemberId, ReportMark] = {}
+        self._marks: dict[MemberId, tuple[int, int]] = {}
+        """Holds the epoch and the number of the newest report of each member."""
         self._wanted: dict[MemberId, None] = {}
         """Holds the members whose snapshots are to be asked for, in this order."""
         self._asked_at_s: dict[MemberId, float] = {}
@@ -95,10 +89,12 @@ class MemberFeeds:
                 await asyncio.sleep(period_s * max(1, len(turn)) / max(1, len(member_ids)))
 
     def _send_heartbeat(self, member_id: MemberId) -> None:
-        context, mark = self._context, self._marks.get(member_id, ReportMark(0, 0))
+        context = self._context
         lease_s = max(context.config.lease_s, LEASE_PERIODS * self._min_period_s)
         spacing_s = len(context.members) / MAX_REPORTS_PER_S
-        beat = RouterHeartbeat(context.member_id, context.plane.address, lease_s, spacing_s, mark.epoch, mark.seq)
+        beat = RouterHeartbeat(
+            context.member_id, context.plane.address, lease_s, spacing_s, *self._marks.get(member_id, (0, 0))
+        )
         context.send(member_id, beat)
 
     # ------------------------------------------------------------ what arrives
@@ -106,8 +102,8 @@ class MemberFeeds:
     def took_report(self, report: WorkerReport | EncoderReport) -> None:
         """Records a report, so that the next heartbeat confirms it."""
         member_id = report.worker_id if isinstance(report, WorkerReport) else report.encoder_id
-        mark = ReportMark(report.epoch, report.seq)
-        if mark > self._marks.get(member_id, ReportMark(-1, 0)):
+        mark, newest = (report.epoch, report.seq), self._marks.get(member_id)
+        if newest is None or mark > newest:
             self._marks[member_id] = mark
 
     def took_snapshot(self, member_id: MemberId) -> None:
