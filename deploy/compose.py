@@ -308,6 +308,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
     media = config.media
     router_config = RouterConfig(
         model_name=model.name,
+        shows_members=config.ray.address is None,
         block_size=config.workers.block_size,
         feature_itemsize=DTYPE_TO_BYTES[config.model.dtype],
         max_body_bytes=config.server.max_body_bytes,

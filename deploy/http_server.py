@@ -6,7 +6,8 @@ this server can apply its limit, and has no back-pressure for slow readers. SO_R
 one host share the port.
 
 The parser runs in the event loop, so this server limits what a client's bytes may cost it: the size of headers, and the
-number of chunks of a body. The module knows nothing of the app that it serves.
+number of chunks of a body. `MetricsServer` is what encoders and workers serve. The module knows nothing of a router's
+app.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fabric.contracts import ConfigError
+from fabric.contracts import ConfigError, EncoderReport, WorkerReport
+from router.observe import report_exposition
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLOSE_S = 2
 """Open connections may take this many seconds to close once every request has ended or was ended. Without this limit, a
 client that reads nothing would delay the stop for ever."""
@@ -148,3 +152,29 @@ class HttpServer:
         if self._task is not None:
             await self._task
         self._socket.close()
+
+
+class MetricsServer:
+    """Answers `GET /metrics` of a worker or an encoder, on a free port of its own, in the member's event loop."""
+
+    def __init__(self, report: Callable[[], WorkerReport | EncoderReport], host: str) -> None:
+        """Takes `report`, which returns the member's present numbers, and `host`, at which it listens."""
+        self._report, self._host = report, host
+        self._http = HttpServer(self._answer, host, 0)
+
+    async def start(self) -> str:
+        """Starts to listen. Returns host and port."""
+        await self._http.start()
+        return f"{self._host}:{self._http.port}"
+
+    async def stop(self) -> None:
+        await self._http.stop()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != "/metrics":
+            response = Response("this member answers only GET /metrics\n", 404)
+        elif scope["method"] != "GET":
+            response = Response("this member answers only GET /metrics\n", 405)
+        else:
+            response = Response(report_exposition(self._report()), media_type=METRICS_TYPE)
+        await response(scope, receive, send)

@@ -106,8 +106,12 @@ class MemberFeeds:
         if newest is None or mark > newest:
             self._marks[member_id] = mark
 
-    def took_snapshot(self, member_id: MemberId) -> None:
-        """Records that the last part of a member's snapshot has come."""
+    def took_snapshot(self, member_id: MemberId, is_last: bool = True) -> None:
+        """Records that a page of a member's snapshot has come."""
+        if not is_last:
+            if member_id in self._asked_at_s:
+                self._asked_at_s[member_id] = self._context.clock.now()
+            return
         self._wanted.pop(member_id, None)
         if self._asked_at_s.pop(member_id, None) is not None:
             self._ask()

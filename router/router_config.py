@@ -121,6 +121,9 @@ class RouterConfig:
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     costs_file: Path | None = None
     """The router keeps the costs that it has learned in this file; with None it forgets them when it stops."""
+    shows_members: bool = True
+    """Says whether the router's metrics contain the series of workers and encoders. In a large cluster each member
+    shows its own."""
     max_traces: int = 256
     max_trace_events: int = 512
 

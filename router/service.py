@@ -23,6 +23,8 @@ from fabric.contracts import (
     KvSnapshot,
     Member,
     MemberId,
+    MetricsQuestion,
+    MetricsReply,
     PlaneMessage,
     RequestId,
     TokenFrames,
@@ -35,7 +37,7 @@ from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest
 from router.cost_file import CostFile
 from router.member_feeds import MemberFeeds
-from router.observe import PlannerSeries, RequestTrace, RouterMetrics, TraceRing
+from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing
 from router.planning import ClusterState, SavedCosts
 from router.prompt import Draft, Prompt, PromptBuilder
 from router.router_config import RouterConfig
@@ -56,6 +58,8 @@ from router.run import (
 
 _LOG = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
+MAX_JOINS_PER_TURN = 100
+"""Limits the members that one turn of the event loop adds to the router's view."""
 
 
 class RouterService:
@@ -85,6 +89,9 @@ class RouterService:
         self._heartbeats: asyncio.Task[None] | None = None
         self._cost_file = CostFile(config.costs_file, config.model_name, wall_time)
         saved = self._cost_file.read()
+        self._members: tuple[Member, ...] = ()
+        """Holds the directory's newest list of members."""
+        self._is_taking_members = False
         metrics = RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes)
         self._context = RouterContext(
             member_id=member_id,
@@ -103,6 +110,7 @@ class RouterService:
         self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
         metrics.watch_waiting(lambda: self._gate.num_waiting)
         metrics.watch_prompts(lambda: self.admission.prompt_tokens)
+        self._cluster_metrics = ClusterMetrics(member_id, plane, metrics, config.shows_members)
 
     # ------------------------------------------------------------ start, stop and members
 
@@ -149,6 +157,19 @@ class RouterService:
         """Takes the directory's current list of members. New members get a heartbeat, which subscribes this router to
         them, and later a request for a snapshot of what they hold. For members that left, the connection and the metric
         series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
+        self._members = tuple(members)
+        self._cluster_metrics.update_members(members)
+        self._take_members()
+
+    def _take_members(self) -> None:
+        """Takes the newest list of members. Of the members that join at once, each turn of the loop takes some, because
+        a thousand would keep the requests waiting."""
+        new = [each for each in self._members if self._is_new(each)]
+        later = set(new[MAX_JOINS_PER_TURN:])
+        if later and not self._is_taking_members:
+            self._is_taking_members = True
+            asyncio.get_running_loop().call_soon(self._take_more_members)
+        members = [each for each in self._members if each not in later]
         change = self._context.cluster.update_members(members)
         self._context.set_members(members)
         self._use_schemes(change.joined)
@@ -160,6 +181,14 @@ class RouterService:
                 run.member_left(member.member_id)
         self._feeds.joined(change.joined)
         self._gate.changed()
+
+    def _take_more_members(self) -> None:
+        self._is_taking_members = False
+        self._take_members()
+
+    def _is_new(self, member: Member) -> bool:
+        known = self._context.members.get(member.member_id)
+        return member.kind != "router" and (known is None or known.epoch != member.epoch)
 
     def _use_schemes(self, joined: Sequence[Member]) -> None:
         """Has prompts hashed by the schemes of the workers that are there, and logs the workers that joined whose
@@ -194,6 +223,20 @@ class RouterService:
             {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
             for each in named
         ]
+
+    def prometheus_targets(self) -> list[dict[str, object]]:
+        """Lists the workers and encoders that answer `GET /metrics` themselves, as Prometheus' HTTP service discovery
+        expects them."""
+        shown = sorted((each for each in self._members if each.http_address), key=lambda each: each.member_id)
+        return [
+            {"targets": [each.http_address], "labels": {"weft_kind": each.kind, "weft_member": each.member_id}}
+            for each in shown
+        ]
+
+    async def metrics_exposition(self) -> bytes:
+        """Returns the series of all routers, and those of the members if the config says so, in Prometheus text
+        format."""
+        return await self._cluster_metrics.exposition()
 
     def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of a token as a client sees it; for a control token these are the bytes of its name."""
@@ -312,6 +355,8 @@ class RouterService:
             case FeatureNeeded(request_id=request_id):
                 if (run := self._runs.get(request_id)) is not None:
                     run.on_feature_needed(message)
+            case MetricsQuestion() | MetricsReply():
+                self._cluster_metrics.handle(message)
             case WorkerReport() | EncoderReport() | KvEvents() | KvSnapshot() | FeatureEvents():
                 self._learn(message)
             case _:
@@ -324,9 +369,12 @@ class RouterService:
         if member_id not in self._context.members:
             return
         if isinstance(message, WorkerReport | EncoderReport):
-            self._context.metrics.reports.put(message)
+            if self.config.shows_members:
+                self._context.metrics.reports.put(message)
             self._feeds.took_report(message)
-        elif isinstance(message, KvSnapshot) or (isinstance(message, FeatureEvents) and message.is_snapshot):
+        elif isinstance(message, KvSnapshot):
+            self._feeds.took_snapshot(member_id, message.is_last)
+        elif isinstance(message, FeatureEvents) and message.is_snapshot:
             self._feeds.took_snapshot(member_id)
         if isinstance(message, WorkerReport) and message.is_lost:
             self._context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.

@@ -14,6 +14,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import ray
 from ray import serve
 from ray.serve import Application
@@ -23,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy import compose
 from deploy.config import ClusterConfig
-from deploy.http_server import HttpServer
+from deploy.http_server import HttpServer, MetricsServer
 from deploy.logs import configure_logs
 from deploy.process_setup import allow_many_files, freeze_what_lives, switches_of_actors
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
@@ -99,6 +100,8 @@ class EncoderReplica:
         address, place = node_address(config), await find_member_place(config, "encoder")
         record = compose.member("encoder", member_id, self._plane.address, address, modalities, place=place)
         await self._service.start()
+        self._http = MetricsServer(self._service.report, node_address(config))
+        record = msgspec.structs.replace(record, http_address=await self._http.start())
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
@@ -118,6 +121,7 @@ class EncoderReplica:
     async def __del__(self) -> None:
         await self._heartbeat.stop()
         await self._service.stop()
+        await self._http.stop()
         self._plane.close()
         self._source.close()
 
@@ -142,6 +146,8 @@ class WorkerReplica:
         record = compose.member("worker", member_id, self._plane.address, address, kv_scheme=scheme, place=place)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
+        self._http = MetricsServer(self._service.report, node_address(config))
+        record = msgspec.structs.replace(record, http_address=await self._http.start())
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
@@ -162,6 +168,7 @@ class WorkerReplica:
         await self._heartbeat.stop()
         await self._service.stop()
         await asyncio.to_thread(self._worker.stop_ranks)
+        await self._http.stop()
         self._plane.close()
         self._sink.close()
 

@@ -68,6 +68,9 @@ class Member(Wire, frozen=True):
     a worker that does not say it."""
     place: MemberPlace = MemberPlace()
     """Together with `host`, it says which class the links between two members have."""
+    http_address: str = ""
+    """Names the host and port at which the member itself answers `GET /metrics`; it is empty if the member does not,
+    as in one-process mode and for routers."""
 
 
 # ---------------------------------------------------------------- message plane
@@ -276,6 +279,24 @@ class FeatureEvents(PlaneWire, frozen=True):
     is_snapshot: bool = False
 
 
+class MetricsQuestion(PlaneWire, frozen=True):
+    """A router sends this to another router: it asks for that router's own series."""
+
+    router_id: MemberId
+    address: str
+    number: int
+    """Holds the number of the question, which the reply repeats."""
+
+
+class MetricsReply(PlaneWire, frozen=True):
+    """A router sends this to the router that has sent a `MetricsQuestion`."""
+
+    router_id: MemberId
+    number: int
+    text: bytes
+    """Holds the series in Prometheus text format."""
+
+
 PlaneMessage = (
     TokenFrames
     | RouterHeartbeat
@@ -289,6 +310,8 @@ PlaneMessage = (
     | FeatureEvents
     | WorkerReport
     | EncoderReport
+    | MetricsQuestion
+    | MetricsReply
 )
 
 

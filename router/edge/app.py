@@ -64,6 +64,7 @@ def create_app(service: RouterService) -> FastAPI:
         ("GET", "/health/ready", edge.ready),
         ("GET", "/metrics", edge.metrics),
         ("GET", "/weft/members", edge.members),
+        ("GET", "/weft/prometheus-targets", edge.prometheus_targets),
         ("GET", "/weft/requests/{request_id}", edge.trace),
     ]
     for method, path, handler in routes:
@@ -199,7 +200,12 @@ class HttpEdge:
         return answer_json(request, state, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.metrics.exposition(), media_type=METRICS_TYPE, headers=echo(request))
+        text = await self._service.metrics_exposition()
+        return Response(text, media_type=METRICS_TYPE, headers=echo(request))
+
+    async def prometheus_targets(self, request: Request) -> Response:
+        """Lists the members for Prometheus' HTTP service discovery."""
+        return answer_json(request, self._service.prometheus_targets())
 
     async def members(self, request: Request) -> Response:
         """Lists the workers and encoders that this router plans with."""

@@ -6,13 +6,15 @@ keeps the plans and events of recent requests. The router service creates both, 
 are served.
 """
 
-from router.observe.router_metrics import PlannerSeries, RouterMetrics, Timing
+from router.observe.router_metrics import ClusterMetrics, PlannerSeries, RouterMetrics, Timing, report_exposition
 from router.observe.traces import RequestTrace, TraceRing
 
 __all__ = [
+    "ClusterMetrics",
     "PlannerSeries",
     "RequestTrace",
     "RouterMetrics",
     "Timing",
     "TraceRing",
+    "report_exposition",
 ]

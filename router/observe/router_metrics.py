@@ -1,27 +1,43 @@
 """Exports a router's metrics for Prometheus. `RouterMetrics` holds the series that the router measures at its own
 requests; `MemberReports` and `PlannerSeries` export series of the cluster behind it: what members report, and how well
-the planner predicts them. Each router has one registry with all of them.
+the planner predicts them. Each router has one registry with all of them. `ClusterMetrics` puts the series of all
+routers together, so that a scrape answers the same whichever router it reaches.
 
 The series of the cluster are computed from the last reports and the planner's sums at the moment of a scrape, so a
 member that left has no series. The fields of the reports declare their metrics themselves
-(`fabric.contracts.metrics_of`). The module knows nothing of how requests are served.
+(`fabric.contracts.metrics_of`). The module knows nothing of how requests are served, or of HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import NamedTuple, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fabric.contracts import EncodeCost, EncoderReport, MemberId, WorkerReport, metrics_of
+from fabric.contracts import (
+    EncodeCost,
+    EncoderReport,
+    Member,
+    MemberId,
+    MetricsQuestion,
+    MetricsReply,
+    WorkerReport,
+    metrics_of,
+)
+from fabric.transport import Plane
 from router.planning import ClusterState
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+MEMBER_PREFIXES = ("weft_worker_", "weft_encoder_")
+REPLY_S = 1.0
+"""A scrape waits this long for the other routers."""
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 
 
@@ -125,6 +141,10 @@ class RouterMetrics:
         """Adds the gauge of requests that wait for a worker or an encoder. It is called once."""
         self._gauge("requests_waiting", "Requests that wait for a worker or an encoder to be there.", num_waiting)
 
+    def watch_silent(self, num_silent: Callable[[], int]) -> None:
+        """Adds the gauge of routers that did not answer the last scrape. It is called once."""
+        self._gauge("num_silent", "Other routers that did not answer this router's last scrape in time.", num_silent)
+
     def observe_media(
         self, probes: Iterable[tuple[str, float]], items: Mapping[str, int], tokens: Mapping[str, int]
     ) -> None:
@@ -156,9 +176,27 @@ class RouterMetrics:
         self.stage.labels("worker").observe(timing.worker_s)
         self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
 
-    def exposition(self) -> bytes:
-        """Returns all series in Prometheus text format."""
-        return generate_latest(self.registry)
+    def exposition(self, router_id: MemberId, has_members: bool) -> bytes:
+        """Returns all series in Prometheus text format. The router's own have the label `router`; those of workers and
+        encoders are there if `has_members`."""
+        return generate_latest(cast(CollectorRegistry, _LabelledSeries(self, router_id, has_members)))
+
+
+class _LabelledSeries:
+    """Collects the series of a registry as `RouterMetrics.exposition` describes them."""
+
+    def __init__(self, metrics: RouterMetrics, router_id: MemberId, has_members: bool) -> None:
+        self._metrics, self._router_id, self._has_members = metrics, router_id, has_members
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._metrics.registry.collect():
+            if metric.name.startswith(MEMBER_PREFIXES):
+                if self._has_members:
+                    yield metric
+                continue
+            labels = {"router": str(self._router_id)}
+            metric.samples = [sample._replace(labels=labels | sample.labels) for sample in metric.samples]
+            yield metric
 
 
 class Timing(NamedTuple):
@@ -230,6 +268,77 @@ class PlannerSeries(Collector):
             for index, stats in indexes.items():
                 gauge.add_metric([index], getattr(stats, field))
             yield gauge
+
+
+class ClusterMetrics:
+    """Answers a scrape with the series of every router of the cluster. It asks the other routers over the message plane
+    and belongs to the event loop of its router."""
+
+    def __init__(self, member_id: MemberId, plane: Plane, metrics: RouterMetrics, has_members: bool) -> None:
+        self._member_id, self._plane, self._metrics, self._has_members = member_id, plane, metrics, has_members
+        self._peers: dict[MemberId, str] = {}
+        self._questions: dict[int, asyncio.Future[bytes]] = {}
+        self._num_asked = 0
+        self._num_silent = 0
+        metrics.watch_silent(lambda: self._num_silent)
+
+    def update_members(self, members: Iterable[Member]) -> None:
+        """Takes the directory's list of members, of which only the other routers matter here."""
+        routers = (member for member in members if member.kind == "router" and member.member_id != self._member_id)
+        self._peers = {member.member_id: member.address for member in routers}
+
+    def handle(self, message: MetricsQuestion | MetricsReply) -> None:
+        """Answers another router's question, or takes its reply."""
+        if isinstance(message, MetricsQuestion):
+            text = self._metrics.exposition(self._member_id, has_members=False)
+            self._plane.send(message.address, MetricsReply(self._member_id, message.number, text))
+        elif (question := self._questions.get(message.number)) is not None and not question.done():
+            question.set_result(message.text)
+
+    async def exposition(self) -> bytes:
+        """Returns the series of all routers in Prometheus text format. A router that does not answer within `REPLY_S`
+        is missing and counted (`weft_router_num_silent`)."""
+        numbers = []
+        for address in self._peers.values():
+            self._num_asked += 1
+            numbers.append(self._num_asked)
+            self._questions[self._num_asked] = asyncio.get_running_loop().create_future()
+            self._plane.send(address, MetricsQuestion(self._member_id, self._plane.address, self._num_asked))
+        try:
+            questions = [self._questions[number] for number in numbers]
+            if questions:
+                await asyncio.wait(questions, timeout=REPLY_S)
+            texts = [question.result() for question in questions if question.done()]
+        finally:
+            for number in numbers:
+                del self._questions[number]
+        self._num_silent = len(numbers) - len(texts)
+        return merged([self._metrics.exposition(self._member_id, self._has_members), *texts])
+
+
+def merged(texts: Sequence[bytes]) -> bytes:
+    """Puts expositions together: the samples of one metric stand together, as the text format demands, with the help
+    text of the first exposition that has it."""
+    name_to_parts: dict[bytes, list[bytes]] = {}
+    for text in texts:
+        for block in text.split(b"# HELP ")[1:]:
+            name = block.split(b" ", 1)[0]
+            if name not in name_to_parts:
+                name_to_parts[name] = [b"# HELP ", block]
+            else:
+                lines = block.splitlines(keepends=True)
+                name_to_parts[name] += [line for line in lines[1:] if not line.startswith(b"#")]
+    return b"".join(part for parts in name_to_parts.values() for part in parts)
+
+
+def report_exposition(report: WorkerReport | EncoderReport) -> bytes:
+    """Returns the series of one worker or encoder in Prometheus text format, as the member itself shows them."""
+    registry, reports = CollectorRegistry(auto_describe=False), MemberReports()
+    reports.put(report)
+    registry.register(reports)
+    prefix = "weft_worker_" if isinstance(report, WorkerReport) else "weft_encoder_"
+    own = [metric for metric in registry.collect() if metric.name.startswith(prefix)]
+    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=lambda: own)))
 
 
 KIND_TO_FAMILY = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}

@@ -276,7 +276,7 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
         await settled(lambda: reports.workers[cluster.workers[1].member_id].seq == 2)
         assert value(cluster, "weft_worker_kv_blocks_used", worker="worker-0") is None
         assert value(cluster, "weft_worker_kv_blocks_used", worker="worker-1") == 7
-        assert b'worker="worker-0"' not in cluster.service.metrics.exposition()
+        assert b'worker="worker-0"' not in await cluster.service.metrics_exposition()
 
 
 REPORT_TO_PREFIX = {WorkerReport: "weft_worker_", EncoderReport: "weft_encoder_", EncodeCost: "weft_encoder_modality_"}
@@ -324,7 +324,7 @@ async def test_metrics_of_members_have_the_kind_and_the_text_of_their_field() ->
         report = cluster.workers[0].report(1)
         report.engine.num_preemptions = 3
         cluster.service.metrics.reports.put(report)
-        lines = cluster.service.metrics.exposition().decode().splitlines()
+        lines = (await cluster.service.metrics_exposition()).decode().splitlines()
     assert "# HELP weft_worker_num_running Sequences that have begun, including those that wait for a feature." in lines
     assert "# TYPE weft_worker_num_running gauge" in lines
     assert "# TYPE weft_worker_preemptions_total counter" in lines
@@ -340,6 +340,16 @@ async def test_encoders_costs_are_told_by_modality() -> None:
         labels = {"encoder": "encoder-0", "modality": "audio"}
         assert value(cluster, "weft_encoder_modality_seconds_per_cost", **labels) == 3e-6
         assert value(cluster, "weft_encoder_modality_overhead_seconds", **labels) == 0.25
+
+
+async def test_a_router_of_a_large_cluster_leaves_the_members_series_to_the_members() -> None:
+    async with fake_cluster(shows_members=False) as cluster:
+        cluster.workers[0].plane.send(cluster.plane.address, cluster.workers[0].report(1))
+        await settled(lambda: cluster.service._feeds._marks)
+        text = await cluster.service.metrics_exposition()
+        assert b"weft_worker_" not in text
+        assert b"weft_encoder_" not in text
+        assert b'weft_router_requests_in_flight{router="router-0"} 0.0' in text
 
 
 def test_two_routers_share_no_registry() -> None:

@@ -35,6 +35,7 @@ from fabric.contracts import (
 from router.api import ChatRequest, Usage
 from router.planning import decode_costs
 from router.planning.saved_costs import CostKey
+from router.service import MAX_JOINS_PER_TURN
 
 
 async def test_text_request_is_answered_with_exact_usage() -> None:
@@ -420,3 +421,31 @@ async def test_a_router_keeps_what_it_has_learned_for_the_next_one(tmp_path: Pat
     assert saved.key_to_line[key].line == (0.5, 0.125)
     async with fake_cluster(costs_file=path) as cluster:
         assert cluster.service.cluster.learned(0.0, time.time()).key_to_line[key].line == (0.5, 0.125)
+
+
+async def test_members_that_join_at_once_are_taken_over_several_turns() -> None:
+    async with fake_cluster() as cluster:
+        service, heard = cluster.service, cluster.workers[0].member
+        many = [structs.replace(heard, member_id=MemberId(f"many-{index}")) for index in range(250)]
+        service.update_members([*cluster.members, *many])
+        num_first = len(service._context.members)
+        assert num_first == len(cluster.members) + MAX_JOINS_PER_TURN
+        service.update_members([*cluster.members, *many[10:]])
+        await settled(lambda: len(service._context.members) == len(cluster.members) + 240)
+        await asyncio.sleep(0)
+        assert set(service._context.members) == {each.member_id for each in (*cluster.members, *many[10:])}
+        cluster.publish()
+        assert len(service._context.members) == len(cluster.members), "those that leave do so at once"
+
+
+async def test_members_with_metrics_of_their_own_are_named_for_prometheus() -> None:
+    async with fake_cluster() as cluster:
+        assert cluster.service.prometheus_targets() == []
+        shown = [
+            structs.replace(each, http_address=f"10.0.0.1:{9000 + index}") for index, each in enumerate(cluster.members)
+        ]
+        cluster.service.update_members(shown)
+        assert cluster.service.prometheus_targets() == [
+            {"targets": ["10.0.0.1:9001"], "labels": {"weft_kind": "encoder", "weft_member": "encoder-0"}},
+            {"targets": ["10.0.0.1:9000"], "labels": {"weft_kind": "worker", "weft_member": "worker-0"}},
+        ]
