@@ -160,7 +160,7 @@ class MetricsServer:
     def __init__(self, report: Callable[[], WorkerReport | EncoderReport], host: str) -> None:
         """Takes `report`, which returns the member's present numbers, and `host`, at which it listens."""
         self._report, self._host = report, host
-        self._http = HttpServer(self._answer, host, 0)
+        self._http = HttpServer(self, host, 0)
 
     async def start(self) -> str:
         """Starts to listen. Returns host and port."""
@@ -170,7 +170,7 @@ class MetricsServer:
     async def stop(self) -> None:
         await self._http.stop()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] != "/metrics":
             response = Response("this member answers only GET /metrics\n", 404)
         elif scope["method"] != "GET":

@@ -28,7 +28,7 @@ HEARTBEATS_PER_TURN = 32
 MAX_SNAPSHOTS = 8
 """The router awaits snapshots of at most this many members at once."""
 SNAPSHOT_TIMEOUT_S = 10.0
-"""The router gives up a snapshot that has not come after this time, and asks for it again later. The time is long,
+"""The router asks another member when a snapshot, or its next page, has not come after this time. The time is long,
 because a router that is late with its messages would otherwise ask for more and be later still."""
 
 
@@ -106,12 +106,14 @@ class MemberFeeds:
         if newest is None or mark > newest:
             self._marks[member_id] = mark
 
-    def took_snapshot(self, member_id: MemberId, is_last: bool = True) -> None:
-        """Records that a page of a member's snapshot has come."""
-        if not is_last:
-            if member_id in self._asked_at_s:
-                self._asked_at_s[member_id] = self._context.clock.now()
-            return
+    def took_page(self, member_id: MemberId) -> None:
+        """Records that a part of a member's snapshot has come and that others follow, so that the router awaits them
+        for as long as the first one."""
+        if member_id in self._asked_at_s:
+            self._asked_at_s[member_id] = self._context.clock.now()
+
+    def took_snapshot(self, member_id: MemberId) -> None:
+        """Records that the last part of a member's snapshot has come."""
         self._wanted.pop(member_id, None)
         if self._asked_at_s.pop(member_id, None) is not None:
             self._ask()

@@ -372,9 +372,9 @@ class RouterService:
             if self.config.shows_members:
                 self._context.metrics.reports.put(message)
             self._feeds.took_report(message)
-        elif isinstance(message, KvSnapshot):
-            self._feeds.took_snapshot(member_id, message.is_last)
-        elif isinstance(message, FeatureEvents) and message.is_snapshot:
+        elif isinstance(message, KvSnapshot) and not message.is_last:
+            self._feeds.took_page(member_id)
+        elif isinstance(message, KvSnapshot) or (isinstance(message, FeatureEvents) and message.is_snapshot):
             self._feeds.took_snapshot(member_id)
         if isinstance(message, WorkerReport) and message.is_lost:
             self._context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -51,6 +52,10 @@ class DirectoryActor:
 
     def leave(self, member_id: MemberId) -> None:
         self._directory.leave(member_id)
+
+    def pid(self) -> int:
+        """Returns the id of the actor's process, for people and benchmarks."""
+        return os.getpid()
 
     def members(self) -> tuple[Member, ...]:
         return self._directory.view().members

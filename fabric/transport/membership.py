@@ -38,11 +38,11 @@ from fabric.transport.message_plane import Plane
 
 # ------------------------------------------------------------ the members of the cluster
 
-MAX_HEARTBEATS_PER_S = 1000.0
+MAX_HEARTBEATS_PER_S = 500.0
 """The directory asks members to call so rarely that all of them together make at most this many calls per second."""
 MIN_PERIOD_S = 0.5
-LEASE_PERIODS = 4
-"""A lease lasts at least this many periods, so that a lost call or two end no membership."""
+LEASE_PERIODS = 3
+"""A lease lasts at least this many periods, so that two lost calls end no membership."""
 MAX_CHANGES = 4096
 """The directory remembers this many changes. A member that has missed more of them gets the whole view."""
 

@@ -3,6 +3,7 @@ measure speed.
 
 Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `scale` and
 `cost_bench`.
+`cluster_bench`, whose processes are in `cluster_members` and `cluster_routers`.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
 measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
 `chat_load` puts load on a worker or a server, `synthetic` makes their models and media, and `peer_process` runs
@@ -61,6 +62,12 @@ def _costs(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _cluster(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.cluster_bench import run
+
+    return run(options)
+
+
 def _compare(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.commit_comparison import run
 
@@ -74,6 +81,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "memory": _memory,
     "scale": _scale,
     "costs": _costs,
+    "cluster": _cluster,
     "compare": _compare,
 }
 

@@ -1,35 +1,33 @@
-"""Provides the processes of `weft bench cluster`: many fake members in one process, and one real router in each of some
-others.
+"""Provides the fake members of `weft bench cluster`, many in one process.
 
 A fake member has sockets and keys of its own, as a `ZmqPlane` has, so a router has the same connections and messages as
 in a real cluster; one loop serves all members of a process, because thousands of I/O threads would measure the threads.
 What a member sends, it sends through the code that real members use. Fake members live on a simulated clock: each
 round of the loop is `ROUND_S` long, however long it takes.
 
-The module knows nothing of bars.
+The module knows nothing of bars, or of how the routers and the directory run (`cluster_routers`).
 """
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import os
 import random
-import selectors
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import zmq
 
 from fabric.contracts import (
+    KV_HASH_BYTES,
+    WEFT_KV,
     ArenaStats,
     AttemptId,
-    BlockHash,
     BlocksRemoved,
     BlocksStored,
     DeviceStats,
@@ -41,6 +39,7 @@ from fabric.contracts import (
     ItemStats,
     KvEvent,
     KvEvents,
+    KvScheme,
     KvSnapshot,
     Member,
     MemberId,
@@ -53,7 +52,7 @@ from fabric.contracts import (
     decode_message,
     encode_message,
 )
-from fabric.transport import Handler, PlaneKeys, RouterTable, ZmqPlane
+from fabric.transport import Handler, PlaneKeys, RouterTable
 
 ROUND_S = 0.05
 """Each round of a process of fake members simulates this many seconds."""
@@ -201,10 +200,11 @@ class SimulatedWorker:
         self.spec, self.clock = fleet.spec, fleet.clock
         self.plane = FleetEndpoint(fleet)
         self.plane.start(self._handle)
-        self.member = Member(MemberId(name), "worker", self.plane.address, f"host-{name}", 1)
+        scheme = KvScheme(WEFT_KV, BLOCK_TOKENS)
+        self.member = Member(MemberId(name), "worker", self.plane.address, f"host-{name}", 1, kv_scheme=scheme)
         self.routers = RouterTable(self.plane, fleet.clock)
         self._random = random.Random(name)
-        self._blocks: deque[BlockHash] = deque(_hashes(self._random, fleet.spec.num_blocks))
+        self._blocks: deque[bytes] = deque(_hashes(self._random, fleet.spec.num_blocks))
         self._kv_seq = 0
         self._events: list[KvEvent] = []
         self._seq = 0
@@ -224,7 +224,7 @@ class SimulatedWorker:
         self._send_events()
         blocks = tuple(self._blocks)
         starts = range(0, len(blocks), PROMPT_BLOCKS)
-        chains = tuple(BlocksStored(None, blocks[start : start + PROMPT_BLOCKS]) for start in starts)
+        chains = tuple(BlocksStored(None, b"".join(blocks[start : start + PROMPT_BLOCKS])) for start in starts)
         self.plane.send(address, KvSnapshot(self.member.member_id, 1, self._kv_seq - 1, chains))
 
     def turn(self) -> None:
@@ -268,9 +268,9 @@ class SimulatedWorker:
     def _store(self, num_blocks: int) -> None:
         """Makes one step's events of the cache."""
         new = _hashes(self._random, num_blocks)
-        old = tuple(self._blocks.popleft() for _ in range(num_blocks))
+        old = [self._blocks.popleft() for _ in range(num_blocks)]
         self._blocks.extend(new)
-        self._events += [BlocksRemoved(old), BlocksStored(None, tuple(new))]
+        self._events += [BlocksRemoved(b"".join(old)), BlocksStored(None, b"".join(new))]
 
     def _report(self) -> WorkerReport:
         self._seq += 1
@@ -400,9 +400,9 @@ def serve_fleet(channel: Connection, spec: ClusterSpec, names: Sequence[str]) ->
             channel.send(FleetCounts(fleet.clock.now_s, fleet.bytes_sent, fleet.messages_sent))
 
 
-def _hashes(random_source: random.Random, number: int) -> list[BlockHash]:
-    data = random_source.randbytes(16 * number)
-    return [BlockHash(data[start : start + 16]) for start in range(0, len(data), 16)]
+def _hashes(random_source: random.Random, number: int) -> list[bytes]:
+    data = random_source.randbytes(KV_HASH_BYTES * number)
+    return [data[start : start + KV_HASH_BYTES] for start in range(0, len(data), KV_HASH_BYTES)]
 
 
 def _attempt(random_source: random.Random) -> AttemptId:
@@ -420,177 +420,3 @@ def _poisson(random_source: random.Random, mean: float) -> int:
         number += 1
         left += random_source.expovariate(1.0)
     return number
-
-
-# ------------------------------------------------------------ routers
-
-
-class Passed(NamedTuple):
-    """Holds a time in seconds of the loop, and the CPU seconds of the process in it."""
-
-    loop_s: float
-    cpu_s: float
-
-
-@dataclass
-class RouterSample:
-    """Holds what one router process has measured since its last sample."""
-
-    cpu_s: float
-    standstill_s: float
-    """This is the longest time of the event loop's thread between two turns of a task that is always ready."""
-    num_messages: dict[str, int] = field(default_factory=dict)
-    num_fds: int = 0
-    memory_bytes: int = 0
-    reported: Passed | None = None
-    """This is what passed from the members' names to the first report of the last member."""
-    snapshots: Passed | None = None
-    """This is what passed from the members' names to the last member's snapshot."""
-    is_alive: bool = True
-
-
-class WatchedPlane:
-    """A `WatchedPlane` passes everything to a real plane, and counts what arrives."""
-
-    def __init__(self, plane: ZmqPlane) -> None:
-        self._plane = plane
-        self.counts: Counter[str] = Counter()
-        self.reported: set[MemberId] = set()
-        self.snapshots: set[MemberId] = set()
-
-    def start(self, handler: Handler) -> None:
-        def count(message: PlaneMessage) -> None:
-            self.counts[type(message).__name__] += 1
-            if isinstance(message, WorkerReport):
-                self.reported.add(message.worker_id)
-            elif isinstance(message, EncoderReport):
-                self.reported.add(message.encoder_id)
-            elif isinstance(message, KvSnapshot):
-                self.snapshots.add(message.worker_id)
-            elif isinstance(message, FeatureEvents) and message.is_snapshot:
-                self.snapshots.add(message.encoder_id)
-            handler(message)
-
-        self._plane.start(count)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._plane, name)
-
-
-def serve_router(channel: Connection, spec: ClusterSpec, name: str) -> None:
-    """Runs a real router on a real plane until the other end of `channel` asks it to stop. Sends the router's record,
-    takes the members' records, and then answers every message with a `RouterSample`."""
-    with asyncio.Runner(loop_factory=lambda: StretchedLoop(spec.stretch)) as runner:
-        runner.run(_route(channel, spec, name))
-    os._exit(0)
-
-
-class StretchedLoop(asyncio.SelectorEventLoop):
-    """A `StretchedLoop` is an event loop whose seconds take `stretch` real ones, so that a router's periodic work keeps
-    pace with the fake members."""
-
-    def __init__(self, stretch: float) -> None:
-        super().__init__(StretchedSelector(stretch))
-        self._stretch = stretch
-
-    def time(self) -> float:
-        return super().time() / self._stretch
-
-
-class StretchedSelector(selectors.DefaultSelector):
-    def __init__(self, stretch: float) -> None:
-        super().__init__()
-        self._stretch = stretch
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        return super().select(timeout if timeout is None else timeout * self._stretch)
-
-
-class LoopClock:
-    """A `LoopClock` shows the time of the running event loop."""
-
-    def now(self) -> float:
-        return asyncio.get_running_loop().time()
-
-
-async def _route(channel: Connection, spec: ClusterSpec, name: str) -> None:
-    from deploy.process_setup import freeze_what_lives
-    from deploy.testing import FakePools, NoProber, TinyFamily, tiny_codec
-    from modalities.registry import REGISTRY
-    from router.planning import PlannerSettings
-    from router.prompt import PromptBuilder
-    from router.router_config import RouterConfig
-    from router.run import Pools
-    from router.service import RouterService
-
-    plane = WatchedPlane(ZmqPlane(spec.keys))
-    settings = PlannerSettings(max_index_blocks=1 << 22)
-    config = RouterConfig("bench", capacity_wait_s=1.0, block_size=BLOCK_TOKENS, planner=settings)
-    builder = PromptBuilder(config, TinyFamily(4096), tiny_codec(), REGISTRY, NoProber())
-    pools = FakePools()
-    service = RouterService(MemberId(name), config, builder, plane, Pools(pools, pools), LoopClock())
-    await service.start()
-    channel.send(Member(MemberId(name), "router", plane.address, "host-router", 1))
-    members: list[Member] = await asyncio.to_thread(channel.recv)
-    freeze_what_lives()
-    watch = StandstillWatch()
-    watching = asyncio.create_task(watch.run())
-    given = asyncio.create_task(_given(members, plane))
-    service.update_members(members)
-    began_cpu_s = time.process_time()
-    while await asyncio.to_thread(channel.recv) != "stop":
-        cpu_s = time.process_time()
-        reported, snapshots = given.result() if given.done() else (None, None)
-        channel.send(
-            RouterSample(
-                cpu_s - began_cpu_s,
-                watch.take(),
-                dict(plane.counts),
-                len(os.listdir("/proc/self/fd")),
-                _resident_bytes(),
-                reported,
-                snapshots,
-                plane.is_alive,
-            )
-        )
-        plane.counts.clear()
-        began_cpu_s = cpu_s
-    watching.cancel()
-
-
-async def _given(members: Sequence[Member], plane: WatchedPlane) -> tuple[Passed, Passed]:
-    loop = asyncio.get_running_loop()
-    began_s, began_cpu_s = loop.time(), time.process_time()
-
-    async def until(has_come: Callable[[], bool]) -> Passed:
-        while not has_come():  # noqa: ASYNC110 - what arrives sets no event
-            await asyncio.sleep(0.02)
-        return Passed(loop.time() - began_s, time.process_time() - began_cpu_s)
-
-    reported = await until(lambda: len(plane.reported) >= len(members))
-    return reported, await until(lambda: len(plane.snapshots) >= len(members))
-
-
-class StandstillWatch:
-    """Measures how long the event loop keeps other tasks waiting, as CPU time of its thread, which other processes on
-    the machine do not lengthen."""
-
-    def __init__(self) -> None:
-        self._longest_s = 0.0
-
-    async def run(self) -> None:
-        last_s = time.thread_time()
-        while True:
-            await asyncio.sleep(0.002)
-            now_s = time.thread_time()
-            self._longest_s = max(self._longest_s, now_s - last_s)
-            last_s = now_s
-
-    def take(self) -> float:
-        longest_s, self._longest_s = self._longest_s, 0.0
-        return longest_s
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm") as pages:
-        return int(pages.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -136,3 +136,20 @@ async def test_heartbeats_are_spread_over_a_period_that_grows_with_the_members(
     [(_, beat)] = context.take(RouterHeartbeat)
     assert beat.lease_s == 4 * num_members / MAX_HEARTBEATS_PER_S, "a lease lasts several of these periods"
     assert beat.report_spacing_s * MAX_REPORTS_PER_S == num_members
+
+
+def test_each_page_of_a_snapshot_gives_the_next_one_time() -> None:
+    context = Sent("worker-0")
+    context.feeds.joined(context.members.values())
+    assert context.asked() == ["worker-0"]
+    for _ in range(3):
+        context.clock.advance(SNAPSHOT_TIMEOUT_S - 1)
+        context.feeds.took_page(MemberId("worker-0"))
+        context.feeds.want_snapshot(MemberId("worker-0"))
+    assert context.asked() == [], "the pages are coming"
+    context.clock.advance(SNAPSHOT_TIMEOUT_S)
+    context.feeds.want_snapshot(MemberId("worker-0"))
+    assert context.asked() == ["worker-0"]
+    context.feeds.took_page(MemberId("worker-0"))
+    context.feeds.took_snapshot(MemberId("worker-0"))
+    assert context.feeds.num_snapshots_missing == 0

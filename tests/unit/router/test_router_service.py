@@ -24,6 +24,7 @@ from fabric.contracts import (
     InvalidRequest,
     KvEvents,
     KvScheme,
+    MemberId,
     ModelNotFound,
     NoCapacity,
     Overloaded,
