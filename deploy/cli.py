@@ -1,4 +1,4 @@
-"""Implements the console script `weft` with its commands serve, check, bench, demo and version."""
+"""Implements the console script `weft` with its commands serve, check, bench, simulate, demo and version."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from deploy.process_setup import freeze_what_lives, set_switches
 from deploy.sizing import budget_lines, check_budget
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
 from fabric.contracts import WeftError
+from loadtest.simulator import add_options, simulate
 
 VERSION = "0.1.0"
 STOP_S = 30.0
@@ -92,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         "options", nargs=argparse.REMAINDER, help="are passed to the benchmark; `weft bench NAME --help` lists them"
     )
     bench.set_defaults(run=_bench)
+
+    simulation = commands.add_parser("simulate", help="simulates a cluster on a virtual clock")
+    add_options(simulation)
+    simulation.set_defaults(run=simulate)
 
     demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
     demo.add_argument("--url", default="http://127.0.0.1:8000", help="is the URL of the cluster")

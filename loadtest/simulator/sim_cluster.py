@@ -46,6 +46,10 @@ from router.planning import ClusterState, PlannerSettings
 MACHINE_SIZE = 8
 BROKEN_CALL_S = 0.05
 """A router learns this long after a member's death that its open calls to the member are broken."""
+STUCK_S = 600.0
+"""A run in which requests are open and none ends for this long is given up."""
+FIRST_ARRIVAL_S = 0.05
+"""No request arrives earlier, so that routers have the first report of every member before."""
 DIRECTORY_S = 1.0
 """The directory leaves out a dead member from this long after its death."""
 
@@ -120,6 +124,8 @@ class SimResult:
     cpu_s: float
     max_feature_bytes: int
     """Holds the most bytes of features that any one worker had."""
+    max_kept_bytes: int
+    """Holds the most bytes that a worker would have had, had it kept features until the ends of their requests."""
     max_kv_blocks: int
     stage_to_error: Mapping[str, tuple[int, float, float, float]] = field(default_factory=dict)
     """Maps each stage to (observations, predicted, actual, sum of absolute errors)."""
@@ -205,16 +211,23 @@ class SimCluster:
         self._arrivals: Iterator[SimRequest] = iter(())
         self._num_open = 0
         self._has_more = True
+        self._is_closed = False
         self._outcomes: list[Outcome] = []
         self._on_end: Callable[[Outcome], None] = lambda outcome: None
 
     def run(
-        self, requests: Iterable[SimRequest], on_end: Callable[[Outcome], None] = lambda outcome: None
+        self,
+        requests: Iterable[SimRequest],
+        on_end: Callable[[Outcome], None] = lambda outcome: None,
+        num_clients: int = 0,
     ) -> SimResult:
-        """Runs all requests, which must be in order of arrival, to their ends. Calls `on_end` with each outcome."""
+        """Runs all requests, which must be in order of arrival, to their ends. Calls `on_end` with each outcome. With
+        `num_clients`, so many clients send one request after the other, and the times of arrival have no meaning."""
         begun_s = time.process_time()
-        self._arrivals, self._on_end = iter(requests), on_end
-        self._next_arrival()
+        self._arrivals, self._on_end, self._is_closed = iter(requests), on_end, num_clients > 0
+        for _ in range(num_clients or 1):
+            self._next_arrival()
+        self.loop.after(STUCK_S, self._check_progress, -1)
         self.loop.run_while(lambda: self._has_more or self._num_open > 0)
         return self._result(time.process_time() - begun_s)
 
@@ -237,6 +250,7 @@ class SimCluster:
             num_events=self.loop.num_events,
             cpu_s=cpu_s,
             max_feature_bytes=max(one.max_feature_bytes for one in workers),
+            max_kept_bytes=max(one.max_kept_bytes for one in workers),
             max_kv_blocks=max(one.max_kv_blocks for one in workers),
             stage_to_error=stage_to_error,
         )
@@ -248,18 +262,28 @@ class SimCluster:
         if request is None:
             self._has_more = False
             return
-        self.loop.at(request.arrival_s, self._arrive, request)
+        at_s = self.loop.now() if self._is_closed else request.arrival_s
+        self.loop.at(max(at_s, FIRST_ARRIVAL_S), self._arrive, request)
 
     def _arrive(self, request: SimRequest) -> None:
         self._num_open += 1
         router = self.routers[request.index % len(self.routers)]
         router.submit(request, request.prompt(self.settings.table))
-        self._next_arrival()
+        if not self._is_closed:
+            self._next_arrival()
+
+    def _check_progress(self, num_before: int) -> None:
+        """Raises RuntimeError if requests are open and none has ended for long: the simulation is stuck."""
+        if self._num_open and len(self._outcomes) == num_before:
+            raise RuntimeError(f"{self._num_open} requests are open and none has ended for {STUCK_S:g} s")
+        self.loop.after(STUCK_S, self._check_progress, len(self._outcomes) if self._num_open else -1)
 
     def ended(self, outcome: Outcome) -> None:
         self._num_open -= 1
         self._outcomes.append(outcome)
         self._on_end(outcome)
+        if self._is_closed:
+            self._next_arrival()
 
     # ------------------------------------------------------------ from routers
 

@@ -97,6 +97,8 @@ class OpenGeneration:
     num_cached: int = 0
     first_token_at_s: float = 0.0
     num_tokens: int = 0
+    feature_bytes: int = 0
+    """Sums the features that landed for the attempt."""
     is_admitted: bool = False
 
 
@@ -146,6 +148,8 @@ class SimWorker:
         self.num_planned = 0
         """Counts the steps that were planned; the others were skipped."""
         self.max_feature_bytes = self.feature_bytes = 0
+        self.max_kept_bytes = self.kept_bytes = 0
+        """Counts the bytes that the worker would have if it kept features until the ends of their requests."""
         self.max_kv_blocks = 0
         self._config, self._table, self._loop, self._outlets, self._is_fast = config, table, loop, outlets, is_fast
         self._time = WorkerTime(loop)
@@ -161,6 +165,8 @@ class SimWorker:
         self._stretch: Stretch | None = None
         self._unit_to_bytes: dict[UnitKey, int] = {}
         """Holds the units that are being pulled or are here."""
+        self._unclaimed: dict[AttemptId, list[UnitReady]] = {}
+        """Holds announcements whose request has not arrived yet."""
         self._num_references = 0
         self._link_free_s = 0.0
         self._is_report_due = False
@@ -184,6 +190,8 @@ class SimWorker:
             answer(self._failure(opened, error))
             return
         self._post(lambda update: self._add(arrival, update))
+        for message in self._unclaimed.pop(attempt_id, ()):
+            self.announce(message)
 
     def announce(self, message: UnitReady) -> None:
         """Takes an announcement and pulls the unit, unless it is here."""
@@ -192,7 +200,8 @@ class SimWorker:
         if not self.is_alive:
             return
         if opened is None:
-            self._release(message)
+            self._unclaimed.setdefault(attempt_id, []).append(message)
+            self._loop.after(self._config.unclaimed_unit_ttl_s, self._give_up_unclaimed, attempt_id)
             return
         opened.announced[message.unit] = message
         self._trace(opened, "unit_announced", message.unit)
@@ -200,6 +209,10 @@ class SimWorker:
             self._release(message)
         else:
             self._pull(message)
+
+    def _give_up_unclaimed(self, attempt_id: AttemptId) -> None:
+        for message in self._unclaimed.pop(attempt_id, ()):
+            self._release(message)
 
     def abort(self, attempt_id: AttemptId) -> None:
         self._post(lambda update: self._abort(attempt_id, update))
@@ -247,6 +260,9 @@ class SimWorker:
         self._release(message)
         if opened := self._attempt_to_open.get(AttemptId(message.request_id, message.attempt)):
             self._trace(opened, "unit_landed", message.unit)
+            opened.feature_bytes += message.ticket.nbytes
+            self.kept_bytes += message.ticket.nbytes
+            self.max_kept_bytes = max(self.max_kept_bytes, self.kept_bytes)
         self._num_references += 1
         feature = LandedFeature(self._num_references, _EMPTY, message.ticket, 0.0)
         reference = FeatureReference(message.unit, self._num_references, feature)
@@ -396,7 +412,8 @@ class SimWorker:
         times = self.scheduler.times_of(attempt_id)
         for sequence_id in self.scheduler.abort(attempt_id):
             update.aborted.append(AbortedSequence(sequence_id, times[sequence_id]))
-        self._attempt_to_open.pop(attempt_id, None)
+        if opened := self._attempt_to_open.pop(attempt_id, None):
+            self.kept_bytes -= opened.feature_bytes
 
     # ------------------------------------------------------------ what the service does with an update
 
@@ -464,6 +481,7 @@ class SimWorker:
         opened = self._attempt_to_open.pop(attempt_id, None)
         if opened is None:
             return
+        self.kept_bytes -= opened.feature_bytes
         times = finished.times
         choice = ChoiceResult(0, finished.finish_reason, finished.num_tokens)
         opened.answer(
