@@ -73,6 +73,8 @@ class ClusterSettings:
     arena_bytes: int = 16 * 2**30
     num_decoders: int = 8
     report_interval_s: float = 0.2
+    report_spacing_s: float = 0.01
+    """Holds the shortest time between two reports of a member; routers of a large cluster ask for more."""
     report_delay_s: float = 0.0
     """Delays reports and events on their way to every router."""
     encoders_stand: Literal["beside", "apart"] = "beside"
@@ -163,13 +165,29 @@ class SimCluster:
         self.encoders: dict[MemberId, SimEncoder] = {}
         for index in range(settings.num_workers):
             member = settings.member("worker", index)
-            worker = SimWorker(member, worker_config, table, self.loop, self, settings.max_model_len, is_fast=is_fast)
+            worker = SimWorker(
+                member,
+                worker_config,
+                table,
+                self.loop,
+                self,
+                settings.max_model_len,
+                settings.report_spacing_s,
+                is_fast=is_fast,
+            )
             worker.slowness = _in_turn(settings.worker_slowness, index)
             self.workers[member.member_id] = worker
         for index in range(settings.num_encoders):
             member = settings.member("encoder", index)
             encoder = SimEncoder(
-                member, encoder_config, table, self.loop, self, settings.arena_bytes, settings.num_decoders
+                member,
+                encoder_config,
+                table,
+                self.loop,
+                self,
+                settings.arena_bytes,
+                settings.num_decoders,
+                settings.report_spacing_s,
             )
             encoder.slowness = _in_turn(settings.encoder_slowness, index)
             for worker_id in self.workers:

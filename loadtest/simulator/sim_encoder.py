@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from encoder_pool.decode_process import Decoded, OnUnits
@@ -86,12 +87,14 @@ class SimEncoder:
         outlets: EncoderOutlets,
         arena_bytes: int,
         num_decoders: int = 4,
+        spacing_s: float = REPORT_SPACING_S,
     ) -> None:
         self.member = member
         self.slowness = 1.0
         """Multiplies the time of every forward pass and preparation; a fault changes it."""
         self.is_alive = True
         self.busy_s = 0.0
+        self._spacing_s = max(spacing_s, REPORT_SPACING_S)
         self._table, self._loop, self._outlets, self._config = table, loop, outlets, config
         self._log = FeatureLog(member.member_id, member.epoch)
         source = PlacesOnly(str(member.member_id), arena_bytes)
@@ -109,7 +112,7 @@ class SimEncoder:
         )
         self.pipeline.open(FeatureSpec(1, table.worker.hidden_size, "bfloat16"))
         self._calibrate()
-        self._ended: list[AttemptId] = []
+        self._received: list[AttemptId] = []
         self._seq = 0
         self._flush: asyncio.TimerHandle | None = None
 
@@ -118,6 +121,7 @@ class SimEncoder:
         if not self.is_alive:
             answer(EncoderLost(f"{self.member.member_id} is gone"))
             return
+        self._received.append(AttemptId(request.request_id, request.attempt))
         self._loop.create_task(self._encode(request, answer))
 
     async def _encode(self, request: EncodeRequest, answer: Callable[[EncodeResult | WeftError], None]) -> None:
@@ -127,7 +131,7 @@ class SimEncoder:
         except WeftError as error:
             result = error
         finally:
-            self._ended.append(AttemptId(request.request_id, request.attempt))
+            self._received.append(AttemptId(request.request_id, request.attempt))
         if self.is_alive:
             answer(result)
 
@@ -171,7 +175,7 @@ class SimEncoder:
 
     def _changed(self) -> None:
         if self._flush is None and self.is_alive:
-            self._flush = self._loop.after(REPORT_SPACING_S, self._publish)
+            self._flush = self._loop.after(self._spacing_s, self._publish)
 
     def _tick(self) -> None:
         if self.is_alive:
@@ -188,18 +192,17 @@ class SimEncoder:
             return
         self._publish_events()
         self._seq += 1
-        acknowledged = tuple(dict.fromkeys([*self.pipeline.live_attempts(), *self._ended]))
-        self._ended.clear()
+        # No message is lost in a simulation, so one report acknowledges a call, and routers ignore those of others.
+        acknowledged, self._received = tuple(dict.fromkeys(self._received)), []
         report = encoder_report(
             self.member.member_id,
             self.member.epoch,
             self._seq,
-            acknowledged,
             self.pipeline,
             self._features,
             self._config.max_items_in_flight,
         )
-        self._outlets.broadcast(report)
+        self._outlets.broadcast(msgspec.structs.replace(report, acknowledged=acknowledged))
 
     def _publish_events(self) -> None:
         for message in self._log.drain():

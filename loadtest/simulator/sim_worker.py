@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from fabric.contracts import (
@@ -58,6 +59,7 @@ from modalities.family import Positions
 
 CALIBRATION = tuple(StepWork(decodes, tokens) for decodes, tokens in ((0, 16.0), (0, 512.0), (1, 0.0), (32, 0.0)))
 """Lists the steps to which a worker fits its costs at its start, as a worker does at boot."""
+SNAPSHOT_PAGE_BLOCKS = 4096
 _EMPTY = np.empty(0, dtype=np.uint8)
 WorkerMessage = WorkerReport | KvEvents | KvSnapshot
 
@@ -136,6 +138,7 @@ class SimWorker:
         loop: VirtualLoop,
         outlets: WorkerOutlets,
         max_model_len: int,
+        spacing_s: float = 0.0,
         *,
         is_fast: bool = True,
     ) -> None:
@@ -152,6 +155,7 @@ class SimWorker:
         """Counts the bytes that the worker would have if it kept features until the ends of their requests."""
         self.max_kv_blocks = 0
         self._config, self._table, self._loop, self._outlets, self._is_fast = config, table, loop, outlets, is_fast
+        self._spacing_s = spacing_s
         self._time = WorkerTime(loop)
         self.scheduler = Scheduler(config, max_model_len, self._time, table.worker.scale_tokens)
         self._reporter = WorkerReporter(member.member_id, config, self.scheduler.stats(), self._feature_stats)
@@ -170,6 +174,8 @@ class SimWorker:
         self._num_references = 0
         self._link_free_s = 0.0
         self._is_report_due = False
+        self._reported_at_s = -self._config.report_interval_s
+        self._admitted_since: list[AttemptId] = []
 
     # ------------------------------------------------------------ calls and messages
 
@@ -222,8 +228,9 @@ class SimWorker:
         if self.is_alive:
             self._settle()
             self._send_blocks()
-            last_seq, chains = self.scheduler.kv_snapshot()
-            send(KvSnapshot(self.member.member_id, self.member.epoch, last_seq, tuple(chains)))
+            worker_id, epoch = self.member.member_id, self.member.epoch
+            for last_seq, chains, number, is_last in self.scheduler.kv_snapshot(SNAPSHOT_PAGE_BLOCKS):
+                send(KvSnapshot(worker_id, epoch, last_seq, tuple(chains), number, is_last))
 
     def start(self, first_report_s: float) -> None:
         """Begins to report, once at once and then at the configured interval."""
@@ -439,9 +446,8 @@ class SimWorker:
         self._reporter.take(update)
         for one in finished:
             self._finish(one)
-        if not is_plain or finished:
-            self._send_blocks()
-        if update.admitted or update.released or update.failed or update.aborted or finished:
+        self._admitted_since += [admitted.attempt for admitted in update.admitted]
+        if not is_plain or update.released or update.admitted or finished:
             self._report_soon()
 
     def _count_tokens(self, update: Update) -> None:
@@ -510,7 +516,7 @@ class SimWorker:
     def _report_soon(self) -> None:
         if not self._is_report_due:
             self._is_report_due = True
-            self._loop.soon(self._report)
+            self._loop.at(self._reported_at_s + self._spacing_s, self._report)
 
     def _report(self) -> None:
         self._is_report_due = False
@@ -518,12 +524,15 @@ class SimWorker:
             return
         self._settle()
         self._send_blocks()
-        self._outlets.broadcast(self._reporter.report())
-        self._reporter.forget_ended(self._attempt_to_open)
+        # No message is lost in a simulation, so one report acknowledges a dispatch, and routers ignore those of others.
+        report = msgspec.structs.replace(self._reporter.report(), acknowledged=tuple(self._admitted_since))
+        self._admitted_since, self._reported_at_s = [], self._loop.now()
+        self._outlets.broadcast(report)
 
     def _tick(self) -> None:
         if self.is_alive:
-            self._report()
+            if self._loop.now() - self._reported_at_s >= self._config.report_interval_s:
+                self._report()
             self._loop.after(self._config.report_interval_s, self._tick)
 
     def _trace(self, opened: OpenGeneration, name: str, unit: UnitKey) -> None:
