@@ -31,8 +31,9 @@ from fabric.contracts import (
     KvSnapshot,
     Member,
     MemberId,
+    PullTime,
+    PullWindow,
     SequenceId,
-    TraceEvent,
     UnitKey,
     UnitReady,
     UnitRelease,
@@ -95,7 +96,6 @@ class OpenGeneration:
     """Holds the token that is drawn first; the others follow by counting."""
     answer: Callable[[GenerateResult], None]
     announced: dict[UnitKey, UnitReady] = field(default_factory=dict)
-    trace: list[TraceEvent] = field(default_factory=list)
     num_cached: int = 0
     first_token_at_s: float = 0.0
     num_tokens: int = 0
@@ -173,6 +173,11 @@ class SimWorker:
         """Holds announcements whose request has not arrived yet."""
         self._num_references = 0
         self._link_free_s = 0.0
+        self._num_pulling = 0
+        self._window_begun_s = 0.0
+        self._window: list[PullTime] = []
+        """Holds the pulls since the link was last idle."""
+        self._windows: list[PullWindow] = []
         self._is_report_due = False
         self._reported_at_s = -self._config.report_interval_s
         self._admitted_since: list[AttemptId] = []
@@ -210,7 +215,6 @@ class SimWorker:
             self._loop.after(self._config.unclaimed_unit_ttl_s, self._give_up_unclaimed, attempt_id)
             return
         opened.announced[message.unit] = message
-        self._trace(opened, "unit_announced", message.unit)
         if message.unit in self._unit_to_bytes:
             self._release(message)
         else:
@@ -259,14 +263,17 @@ class SimWorker:
         self.max_feature_bytes = max(self.max_feature_bytes, self.feature_bytes)
         link = self._outlets.link_from(message.encoder_id, self.member)
         self._link_free_s = max(self._loop.now(), self._link_free_s) + nbytes / link.bytes_per_s
-        self._loop.at(self._link_free_s + link.latency_s, self._landed, message)
+        if not self._num_pulling:
+            self._window_begun_s = self._loop.now()
+        self._num_pulling += 1
+        self._loop.at(self._link_free_s + link.latency_s, self._landed, message, self._loop.now())
 
-    def _landed(self, message: UnitReady) -> None:
+    def _landed(self, message: UnitReady, begun_s: float) -> None:
         if not self.is_alive:
             return
+        self._note_pull(message, begun_s)
         self._release(message)
         if opened := self._attempt_to_open.get(AttemptId(message.request_id, message.attempt)):
-            self._trace(opened, "unit_landed", message.unit)
             opened.feature_bytes += message.ticket.nbytes
             self.kept_bytes += message.ticket.nbytes
             self.max_kept_bytes = max(self.max_kept_bytes, self.kept_bytes)
@@ -274,6 +281,16 @@ class SimWorker:
         feature = LandedFeature(self._num_references, _EMPTY, message.ticket, 0.0)
         reference = FeatureReference(message.unit, self._num_references, feature)
         self._post(lambda update: self.scheduler.hold_feature(reference))
+
+    def _note_pull(self, message: UnitReady, begun_s: float) -> None:
+        """Notes the time of a pull for the next report, from which routers learn what links cost."""
+        begin_s, now_s = self._window_begun_s, self._loop.now()
+        source, nbytes = message.ticket.source, message.ticket.nbytes
+        self._window.append(PullTime(source, nbytes, begun_s - begin_s, now_s - begin_s))
+        self._num_pulling -= 1
+        if not self._num_pulling:
+            self._windows.append(PullWindow(tuple(self._window)))
+            self._window.clear()
 
     def _release(self, message: UnitReady) -> None:
         release = UnitRelease(
@@ -500,7 +517,6 @@ class SimWorker:
                 prefill_s=times.prefill_s,
                 held_s=times.held_s,
                 first_token_s=times.first_token_s,
-                trace=tuple(opened.trace),
             )
         )
 
@@ -525,8 +541,10 @@ class SimWorker:
         self._settle()
         self._send_blocks()
         # No message is lost in a simulation, so one report acknowledges a dispatch, and routers ignore those of others.
-        report = msgspec.structs.replace(self._reporter.report(), acknowledged=tuple(self._admitted_since))
-        self._admitted_since, self._reported_at_s = [], self._loop.now()
+        report = msgspec.structs.replace(
+            self._reporter.report(), acknowledged=tuple(self._admitted_since), pulls=tuple(self._windows)
+        )
+        self._admitted_since, self._windows, self._reported_at_s = [], [], self._loop.now()
         self._outlets.broadcast(report)
 
     def _tick(self) -> None:
@@ -534,7 +552,3 @@ class SimWorker:
             if self._loop.now() - self._reported_at_s >= self._config.report_interval_s:
                 self._report()
             self._loop.after(self._config.report_interval_s, self._tick)
-
-    def _trace(self, opened: OpenGeneration, name: str, unit: UnitKey) -> None:
-        detail = {"units": [f"{unit.mm_hash}:{unit.unit}"]}
-        opened.trace.append(TraceEvent(self._loop.now(), self.member.member_id, name, detail))
