@@ -396,6 +396,8 @@ class SimCluster:
                 self.loop.at(fault.until_s, setattr, member, "slowness", slowness)
 
     def _die(self, member: SimWorker | SimEncoder) -> None:
+        if not member.is_alive:
+            return
         member_id = member.member.member_id
         self.loop.after(DIRECTORY_S, self._leave, member_id)
         if isinstance(member, SimEncoder):

