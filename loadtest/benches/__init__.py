@@ -4,6 +4,9 @@ measure speed.
 Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `scale` and
 `cost_bench`.
 `cluster_bench`, whose processes are in `cluster_members` and `cluster_routers`.
+Five modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench` and `scale`.
+The folder `served` runs those of a whole cluster whose stages take given times: `overlap`, `prediction` and
+`isolation`.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
 measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
 `chat_load` puts load on a worker or a server, `synthetic` makes their models and media, and `peer_process` runs
@@ -68,6 +71,24 @@ def _cluster(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _overlap(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.served import run_overlap
+
+    return run_overlap(options)
+
+
+def _prediction(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.served import run_prediction
+
+    return run_prediction(options)
+
+
+def _isolation(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.served import run_isolation
+
+    return run_isolation(options)
+
+
 def _compare(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.commit_comparison import run
 
@@ -82,6 +103,9 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "scale": _scale,
     "costs": _costs,
     "cluster": _cluster,
+    "overlap": _overlap,
+    "prediction": _prediction,
+    "isolation": _isolation,
     "compare": _compare,
 }
 

@@ -82,15 +82,20 @@ def qwen2_5_vl_180m() -> Path:
 def model_of_long_films(directory: Path) -> Path:
     """Makes a copy of the demo checkpoint in `directory`, by links, that uses up to 120 frames of a video; the demo's
     own limit is 32."""
-    from deploy.demo.build import demo_checkpoint
+    return _demo_variant(directory, {"video_preprocessor_config.json": {"max_frames": NUM_FRAMES}})
 
-    for file in demo_checkpoint().iterdir():
-        if file.name == "video_preprocessor_config.json":
-            settings = json.loads(file.read_text()) | {"max_frames": NUM_FRAMES}
-            (directory / file.name).write_text(json.dumps(settings))
-        else:
-            (directory / file.name).symlink_to(file)
-    return directory
+
+def model_of_large_media(directory: Path) -> Path:
+    """Makes a copy of the demo checkpoint in `directory`, by links, that does not make pictures of up to 512 x 512 and
+    frames of up to 256 x 256 smaller. So a picture of 256 x 256 has 256 patches and 64 tokens, and 32 frames of that
+    size have four units of 1,024 patches."""
+
+    def limit(side: int) -> dict[str, object]:
+        return {"size": {"longest_edge": side * side, "shortest_edge": 64 * 64}}
+
+    return _demo_variant(
+        directory, {"preprocessor_config.json": limit(512), "video_preprocessor_config.json": limit(256)}
+    )
 
 
 # ------------------------------------------------------------ media
@@ -127,6 +132,17 @@ def another(film: bytes, number: int) -> bytes:
 
 
 # ------------------------------------------------------------ writing checkpoints
+
+
+def _demo_variant(directory: Path, file_to_changes: dict[str, dict[str, object]]) -> Path:
+    from deploy.demo.build import demo_checkpoint
+
+    for file in demo_checkpoint().iterdir():
+        if changes := file_to_changes.get(file.name):
+            (directory / file.name).write_text(json.dumps(json.loads(file.read_text()) | changes))
+        else:
+            (directory / file.name).symlink_to(file)
+    return directory
 
 
 def _cached(name: str, write: Callable[[Path], None]) -> Path:

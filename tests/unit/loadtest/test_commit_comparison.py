@@ -97,4 +97,14 @@ def test_the_command_line_lists_it() -> None:
     listed = subprocess.run(
         [sys.executable, "-m", "deploy.cli", "bench", "list"], capture_output=True, text=True, check=True
     )
-    assert listed.stdout.split() == ["path", "engine", "encoder", "memory", "scale", "compare"]
+    assert listed.stdout.split() == [
+        "path",
+        "engine",
+        "encoder",
+        "memory",
+        "scale",
+        "overlap",
+        "prediction",
+        "isolation",
+        "compare",
+    ]
