@@ -5,8 +5,8 @@ Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encode
 `cost_bench`.
 `cluster_bench`, whose processes are in `cluster_members` and `cluster_routers`.
 Five modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench` and `scale`.
-The folder `served` runs those of a whole cluster whose stages take given times: `overlap`, `prediction` and
-`isolation`.
+The folder `served` runs three benches of a whole cluster whose stages take given times: overlap, prediction and
+isolation.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
 measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
 `chat_load` puts load on a worker or a server, `synthetic` makes their models and media, and `peer_process` runs

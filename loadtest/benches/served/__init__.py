@@ -1,8 +1,10 @@
-"""Benches of a whole cluster, as its clients see it: `weft bench overlap`, `prediction` and `isolation`.
+"""Runs the benches of a whole cluster, as its clients see it.
 
-Each module with the name of a bench runs it. `timed_cluster` serves a cluster whose stages take given times and
-measures what they cost alone, `timed_chats` sends requests and says how long they took, and `ideal_times` computes how
-fast they could have been. The folder knows nothing of how a request is planned, encoded or computed.
+`overlap_bench` measures how much sooner the first token comes because encoding and prefill overlap, `prediction_bench`
+how well the router predicts it, and `isolation_bench` by how much requests with media delay texts. `timed_cluster`
+serves a cluster whose stages take given times and measures what they cost alone, `timed_chats` sends requests and says
+how long they took, and `ideal_times` computes how fast they could have been. The folder knows nothing of how a request
+is planned, encoded or computed.
 """
 
 from __future__ import annotations

@@ -32,12 +32,12 @@ from loadtest.benches.served.timed_chats import (
     send_at,
     send_each,
 )
-from loadtest.benches.served.timed_cluster import SETTLE_S, StageTimes, cluster_config, model_files, on_ray
+from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, model_files, on_ray
 
 MOST_TTFT, MOST_TPOT = 1.2, 1.1
 MEDIA_SHARE = 0.2
-"""Requests with media come on top of the texts, this many for each text."""
-STAGES = StageTimes(pass_s=0.02, s_per_patch=0.0001, step_s=0.02, s_per_token=0.0001, s_per_decode=0.0005)
+"""This is the number of requests with media that come on top of each text."""
+STAGES = StageWaits(pass_s=0.02, s_per_patch=0.0001, step_s=0.02, s_per_token=0.0001, s_per_decode=0.0005)
 """A picture takes 46 ms to encode and a video of 32 frames half a second; a step of decodes takes 20 ms."""
 MAX_STEP_TOKENS = 128
 """A long prompt is computed in chunks of at most this many tokens, which limits how long a step of others can take."""

@@ -32,7 +32,7 @@ from loadtest.benches.served.timed_chats import (
 )
 from loadtest.benches.served.timed_cluster import (
     AloneCosts,
-    StageTimes,
+    StageWaits,
     cluster_config,
     measure_alone,
     model_files,
@@ -42,15 +42,16 @@ from modalities.registry import REGISTRY
 
 LOAD = 0.7
 LEAST_SAVED = 0.32
-"""The article on multimodal routing in Dynamo (docs/references.md) reports 32 % less with a long text in front."""
+"""This is the part of the time that overlap saves with a long text in front, according to the article on multimodal
+routing in Dynamo (docs/references.md)."""
 LEAST_PART = 0.75
 """The overlap must save this part of the most that it could save."""
 LEAST_IDLE, LEAST_LOADED = 0.85, 0.75
 """The lower bound must be this part of the time to first token, in the median."""
-FRONT_STAGES = StageTimes(pass_s=0.02, s_per_patch=0.0015, step_s=0.02, s_per_token=0.0012)
+FRONT_STAGES = StageWaits(pass_s=0.02, s_per_patch=0.0015, step_s=0.02, s_per_token=0.0012)
 """A picture of 256 patches takes 0.4 s to encode, and its 64 tokens a fifth of that to prefill."""
-EVEN_STAGES = StageTimes(pass_s=0.005, s_per_patch=0.00043, step_s=0.005, s_per_token=0.0012)
-"""Media take about as long to encode as to prefill, which gives the overlap the most to save."""
+EVEN_STAGES = StageWaits(pass_s=0.005, s_per_patch=0.00043, step_s=0.005, s_per_token=0.0012)
+"""The encoding of a medium takes about as long as its prefill, which gives the overlap the most to save."""
 PICTURE, PICTURES, VIDEO = "a picture", "eight pictures", "a video of 32 frames"
 FRONT = "text, then a picture"
 
@@ -58,7 +59,7 @@ FRONT = "text, then a picture"
 class OverlapCase(NamedTuple):
     """An `OverlapCase` is the requests of one cluster, which all have the same stage times."""
 
-    stages: StageTimes
+    stages: StageWaits
     patterns: tuple[ChatKind, ...]
     """Holds the media without text in front."""
     has_front: bool
@@ -193,7 +194,7 @@ class OverlapFinding:
 
 
 NUM_HEAD_TOKENS = 12
-"""About this many tokens of the template precede or follow a text."""
+"""This is about the number of the template's tokens before and after a text."""
 
 
 def _median_s(chats: Sequence[TimedChat], name: str) -> float:
