@@ -126,6 +126,7 @@ class FeatureTable:
         lease."""
         entry = self._unit_to_entry[unit]
         self._advance(entry, FeatureState.ENCODED)
+        self._stats.encoded_bytes += entry.slot.nbytes
         self._hold(entry.made_for, -entry.slot.nbytes)
         self._source.set_idle(entry.slot)
         self._log.unit_ready(unit, entry.num_units)

@@ -358,6 +358,7 @@ class ArenaStats(msgspec.Struct, array_like=True):
     evicted_bytes: Annotated[
         int, counter("weft_encoder_evicted_bytes", "Bytes of the features of `weft_encoder_evictions_total`.")
     ] = 0
+    encoded_bytes: Annotated[int, counter("weft_encoder_feature_bytes", "Bytes of the features that were encoded.")] = 0
 
 
 class EncodeCost(Wire, frozen=True):

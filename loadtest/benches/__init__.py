@@ -5,6 +5,8 @@ Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encode
 `cost_bench`.
 `cluster_bench`, whose processes are in `cluster_members` and `cluster_routers`.
 Five modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench` and `scale`.
+Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`,
+`figures_bench` and `scale`.
 The folder `served` runs three benches of a whole cluster whose stages take given times: overlap, prediction and
 isolation.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
@@ -89,6 +91,12 @@ def _isolation(options: Sequence[str]) -> BenchResult:
     return run_isolation(options)
 
 
+def _figures(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.figures_bench import run
+
+    return run(options)
+
+
 def _compare(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.commit_comparison import run
 
@@ -106,6 +114,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "overlap": _overlap,
     "prediction": _prediction,
     "isolation": _isolation,
+    "figures": _figures,
     "compare": _compare,
 }
 

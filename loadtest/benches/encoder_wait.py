@@ -20,10 +20,10 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -155,6 +155,18 @@ class BenchService:
         await self._service.encode(shown.request, [shown.data])
         return time.monotonic() - called_s
 
+    async def submit_s(self, shown: Shown) -> float:
+        """Encodes a medium and returns the processor seconds until the call waits for the first time: the medium is
+        then accepted and on its way."""
+        call = _TimedStart(self._service.encode(shown.request, [shown.data]))
+        await call
+        return call.seconds
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Counts the bytes of all features that the service has encoded."""
+        return self._service.report().arena.encoded_bytes
+
     async def start_film(self, num_before: int, *, is_decoded: bool) -> tuple[asyncio.Task[float], float]:
         """Starts the call of a new video, waits until the forward pass after the first `num_before` ones begins, and
         returns the call and the start time of that pass. With `is_decoded`, nothing is encoded before the whole video
@@ -181,6 +193,25 @@ class BenchService:
         return Shown(EncodeRequest(RequestId(name), 0, MemberId("router-1"), (item,), destination, age), data)
 
 
+class _TimedStart:
+    """Measures the processor seconds of a coroutine from its beginning until it waits for the first time."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, object]) -> None:
+        self._coroutine = coroutine
+        self.seconds = 0.0
+
+    def __await__(self) -> Generator[Any, Any, object]:
+        steps = self._coroutine.__await__()
+        begun_s = time.thread_time()
+        try:
+            waited_for = next(steps)
+            self.seconds = time.thread_time() - begun_s
+            while True:
+                waited_for = steps.send((yield waited_for))
+        except StopIteration as end:
+            return end.value
+
+
 class Pace(NamedTuple):
     """Holds medians of how fast the service worked just before the measurement."""
 
@@ -201,7 +232,7 @@ class Pace(NamedTuple):
 async def measure_waits(device: str) -> list[Waits]:
     """Measures the delays in a service that it starts and stops itself."""
     with tempfile.TemporaryDirectory() as directory:
-        async with _running(model_of_long_films(Path(directory)), device) as stage:
+        async with running_service(model_of_long_films(Path(directory)), device) as stage:
             return [await _behind_films(stage, is_decoded=is_decoded) for is_decoded in (False, True)]
 
 
@@ -262,7 +293,8 @@ def _unit_s(films: Sequence[TimedForward]) -> float:
 
 
 @asynccontextmanager
-async def _running(model_dir: Path, device: str) -> AsyncIterator[BenchService]:
+async def running_service(model_dir: Path, device: str) -> AsyncIterator[BenchService]:
+    """Yields an encoder service of the model with decode processes, and a worker that releases every unit at once."""
     family = REGISTRY.load_family(model_dir)
     modalities = ("image", "video")
     model = Watched(family.load_encoder(model_dir, device, "float32", modalities), asyncio.get_running_loop())

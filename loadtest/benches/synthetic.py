@@ -39,6 +39,21 @@ _TEXT: dict[str, Any] = {
     "use_sliding_window": False,
     "eos_token_id": 0,
 }
+_QWEN_TOKENS = {
+    "vision_start_token_id": 2044,
+    "vision_end_token_id": 2045,
+    "image_token_id": 2046,
+    "video_token_id": 2047,
+}
+_QWEN_PIXELS: dict[str, Any] = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2_5_VLProcessor",
+    "patch_size": _PATCH // 2,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "min_pixels": 56 * 56,
+    "max_pixels": IMAGE_SIDE * IMAGE_SIDE,
+}
 _TEMPLATE = """{%- for message in messages -%}
 {{- message.role ~ ': ' -}}
 {%- if message.content is string -%}{{- message.content -}}{%- else -%}{%- for part in message.content -%}
@@ -96,6 +111,49 @@ def model_of_large_media(directory: Path) -> Path:
     return _demo_variant(
         directory, {"preprocessor_config.json": limit(512), "video_preprocessor_config.json": limit(256)}
     )
+
+
+def qwen2_5_vl_config(directory: Path) -> Path:
+    """Writes the config files of a Qwen2.5-VL with features of 4,096 numbers, for plans alone; there are no weights."""
+    from transformers import Qwen2_5_VLConfig
+
+    sizes = {
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32_768,
+    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [16, 24, 24]}
+    text = _TEXT | sizes | {"rope_parameters": rope, "bos_token_id": None, "pad_token_id": None}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config={"out_hidden_size": 4096}, **_QWEN_TOKENS)
+    config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+    config.save_pretrained(directory)
+    pixels = _QWEN_PIXELS | {"max_pixels": 896 * 896}
+    (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+    return directory
+
+
+def llava_1_5_config(directory: Path) -> Path:
+    """Writes the config files of a LLaVA-1.5 behind CLIP-L/14 at 336 pixels, for plans alone; there are no weights."""
+    from transformers import CLIPVisionConfig, LlavaConfig
+
+    vision = CLIPVisionConfig(hidden_size=1024, num_attention_heads=16, image_size=336, patch_size=14)
+    config = LlavaConfig(vision_config=vision)
+    config.architectures = ["LlavaForConditionalGeneration"]
+    config.save_pretrained(directory)
+    processor = {
+        "patch_size": 14,
+        "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
+    }
+    pixels = {
+        "image_processor_type": "CLIPImageProcessor",
+        "size": {"shortest_edge": 336},
+        "crop_size": {"height": 336, "width": 336},
+    }
+    (directory / "processor_config.json").write_text(json.dumps(processor))
+    (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+    return directory
 
 
 # ------------------------------------------------------------ media
@@ -235,31 +293,16 @@ def _write_qwen2_5_vl(directory: Path) -> None:
         "patch_size": _PATCH // 2,
         "fullatt_block_indexes": [2, 5],
     }
-    tokens = {
-        "vision_start_token_id": 2044,
-        "vision_end_token_id": 2045,
-        "image_token_id": 2046,
-        "video_token_id": 2047,
-    }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
     text = _TEXT | {"rope_parameters": rope, "bos_token_id": None, "pad_token_id": None}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **tokens)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_QWEN_TOKENS)
     Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
     for name in ("tokenizer.json", "chat_template.jinja"):
         shutil.copyfile(demo_checkpoint() / name, directory / name)
     tokenizer = json.loads((demo_checkpoint() / "tokenizer_config.json").read_text())
     tokenizer |= {"processor_class": "Qwen2_5_VLProcessor"}
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    pixels = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
-        "patch_size": _PATCH // 2,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "min_pixels": 56 * 56,
-        "max_pixels": IMAGE_SIDE * IMAGE_SIDE,
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
+    (directory / "preprocessor_config.json").write_text(json.dumps(_QWEN_PIXELS))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
 
 

@@ -106,5 +106,6 @@ def test_the_command_line_lists_it() -> None:
         "overlap",
         "prediction",
         "isolation",
+        "figures",
         "compare",
     ]
