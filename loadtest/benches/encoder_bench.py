@@ -76,10 +76,11 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
         rows = [_modality_row(case, place, chosen.seconds) for case in CASES]
         tower = siglip_l(448)(place)
         batches = _batch_latencies(tower, place, chosen.seconds)
+        utilisation = Utilisation(_flop_of(tower), _peak_flop_per_s(place))
         gains = batching_gains(lambda num_items: _timed(tower, num_items, place))
     waits = asyncio.run(measure_waits(place.device))
-    table = [["modality", "input", "encoder", "output", "MiB", "ms", "A100 ms", "per second"], *rows]
-    table += _batch_rows(batches)
+    table = [["modality", "input", "encoder", "output", "MiB", "ms", "A100 ms", "per second", "utilisation"], *rows]
+    table += _batch_rows(batches, utilisation)
     return BenchResult(table, _bars(batches, gains, waits, place), _notes(place, gains, waits))
 
 
@@ -100,7 +101,37 @@ def _modality_row(case: Case, place: Place, seconds: float) -> list[str]:
         f"{1000 * latency_s:.1f}",
         f"{case.published_ms:g}" if case.published_ms else "",
         f"{1 / latency_s:.1f}",
+        "",
     ]
+
+
+class Utilisation(NamedTuple):
+    """Says which part of the device's computing power passes use."""
+
+    flop_per_item: float
+    peak_flop_per_s: float
+    """Holds the rate that the device reached in a large product of matrices."""
+
+    def of(self, num_items: int, seconds: float) -> float:
+        return num_items * self.flop_per_item / seconds / self.peak_flop_per_s
+
+
+def _flop_of(tower: Run) -> float:
+    """Returns the floating-point operations of a pass over one item, as torch counts them. Attention runs as plain
+    products here, because torch counts no operations of its fused attention on a CPU."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        tower(1)
+    return float(counter.get_total_flops())
+
+
+def _peak_flop_per_s(place: Place) -> float:
+    """Returns the rate of the fastest of several products of large square matrices."""
+    side = 8192 if place.device == "cuda" else 1024
+    left = torch.randn(side, side, device=place.device, dtype=place.dtype)
+    return 2.0 * side**3 / min(_timed(lambda _: left @ left, 1, place) for _ in range(8))
 
 
 def _batch_latencies(tower: Run, place: Place, seconds: float) -> dict[int, float]:
@@ -111,8 +142,9 @@ def _batch_latencies(tower: Run, place: Place, seconds: float) -> dict[int, floa
     return {size: min(found[size], again[size]) for size in BATCH_SIZES}
 
 
-def _batch_rows(size_to_s: dict[int, float]) -> list[list[str]]:
+def _batch_rows(size_to_s: dict[int, float], utilisation: Utilisation) -> list[list[str]]:
     published_ms = {1: 4.8, 4: 7.2, 8: 10.1, 16: 16.3, 32: 29.7}
+    published_utilisation = {1: " (A100 11%)", 4: " (A100 38%)", 8: " (A100 67%)", 16: " (A100 84%)", 32: " (A100 92%)"}
     return [
         [
             "image",
@@ -123,6 +155,7 @@ def _batch_rows(size_to_s: dict[int, float]) -> list[list[str]]:
             f"{1000 * seconds:.1f}",
             f"{published_ms.get(size, '')}",
             f"{size / seconds:.1f}",
+            f"{utilisation.of(size, seconds):.0%}{published_utilisation.get(size, '')}",
         ]
         for size, seconds in size_to_s.items()
     ]
@@ -160,6 +193,8 @@ def _notes(place: Place, gains: list[BatchingGain], waits: list[Waits]) -> list[
             f"forwards of {gain.first_sizes}, in the last round of {gain.last_sizes}."
             for gain in gains
         ),
+        "Utilisation is the rate of floating-point operations over that of a large product of matrices on the same "
+        "device; the OmniConnector article does not say how it measured its own.",
         *(_delays_note(one) for one in waits),
     ]
 
