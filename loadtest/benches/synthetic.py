@@ -94,23 +94,25 @@ def qwen2_5_vl_180m() -> Path:
     return _cached("bench-qwen2.5-vl-180m-1", _write_qwen2_5_vl)
 
 
+def qwen2_5_vl_small() -> Path:
+    """Makes a Qwen2.5-VL of one layer of random parameters on each side, which takes a few milliseconds where the demo
+    model takes tens. A picture of 224 x 224, and a pair of frames, is 256 patches and 64 tokens; a picture of 448 x 448
+    is four times as much. The checkpoint is seeded and cached."""
+    return _cached("bench-qwen2.5-vl-small-1", _write_small_qwen2_5_vl)
+
+
 def model_of_long_films(directory: Path) -> Path:
     """Makes a copy of the demo checkpoint in `directory`, by links, that uses up to 120 frames of a video; the demo's
     own limit is 32."""
-    return _demo_variant(directory, {"video_preprocessor_config.json": {"max_frames": NUM_FRAMES}})
+    from deploy.demo.build import demo_checkpoint
 
-
-def model_of_large_media(directory: Path) -> Path:
-    """Makes a copy of the demo checkpoint in `directory`, by links, that does not make pictures of up to 512 x 512 and
-    frames of up to 256 x 256 smaller. So a picture of 256 x 256 has 256 patches and 64 tokens, and 32 frames of that
-    size have four units of 1,024 patches."""
-
-    def limit(side: int) -> dict[str, object]:
-        return {"size": {"longest_edge": side * side, "shortest_edge": 64 * 64}}
-
-    return _demo_variant(
-        directory, {"preprocessor_config.json": limit(512), "video_preprocessor_config.json": limit(256)}
-    )
+    for file in demo_checkpoint().iterdir():
+        if file.name == "video_preprocessor_config.json":
+            settings = json.loads(file.read_text()) | {"max_frames": NUM_FRAMES}
+            (directory / file.name).write_text(json.dumps(settings))
+        else:
+            (directory / file.name).symlink_to(file)
+    return directory
 
 
 def qwen2_5_vl_config(directory: Path) -> Path:
@@ -192,17 +194,6 @@ def another(film: bytes, number: int) -> bytes:
 # ------------------------------------------------------------ writing checkpoints
 
 
-def _demo_variant(directory: Path, file_to_changes: dict[str, dict[str, object]]) -> Path:
-    from deploy.demo.build import demo_checkpoint
-
-    for file in demo_checkpoint().iterdir():
-        if changes := file_to_changes.get(file.name):
-            (directory / file.name).write_text(json.dumps(json.loads(file.read_text()) | changes))
-        else:
-            (directory / file.name).symlink_to(file)
-    return directory
-
-
 def _cached(name: str, write: Callable[[Path], None]) -> Path:
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / name
     if (home / "config.json").is_file():
@@ -275,7 +266,9 @@ def _write_llava(directory: Path) -> None:
     (directory / "preprocessor_config.json").write_text(json.dumps(pixels))
 
 
-def _write_qwen2_5_vl(directory: Path) -> None:
+def _write_qwen2_5_vl(
+    directory: Path, vision_sizes: dict[str, Any] | None = None, text_sizes: dict[str, Any] | None = None
+) -> None:
     """Writes the checkpoint with the demo's tokenizer and template unchanged, because they include the tokens of Qwen's
     pictures."""
     import torch
@@ -284,17 +277,19 @@ def _write_qwen2_5_vl(directory: Path) -> None:
     from deploy.demo.build import demo_checkpoint
 
     torch.manual_seed(0)
+    text = _TEXT | (text_sizes or {})
     vision = {
         "depth": 6,
         "hidden_size": 384,
         "intermediate_size": 1536,
         "num_heads": 6,
-        "out_hidden_size": _TEXT["hidden_size"],
+        "out_hidden_size": text["hidden_size"],
         "patch_size": _PATCH // 2,
         "fullatt_block_indexes": [2, 5],
+        **(vision_sizes or {}),
     }
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [8, 12, 12]}
-    text = _TEXT | {"rope_parameters": rope, "bos_token_id": None, "pad_token_id": None}
+    text |= {"rope_parameters": rope, "bos_token_id": None, "pad_token_id": None}
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **_QWEN_TOKENS)
     Qwen2_5_VLForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(directory)
     for name in ("tokenizer.json", "chat_template.jinja"):
@@ -304,6 +299,17 @@ def _write_qwen2_5_vl(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (directory / "preprocessor_config.json").write_text(json.dumps(_QWEN_PIXELS))
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 0, "pad_token_id": 0}))
+
+
+def _write_small_qwen2_5_vl(directory: Path) -> None:
+    vision = {"depth": 1, "hidden_size": 64, "intermediate_size": 128, "num_heads": 1, "fullatt_block_indexes": [0]}
+    sizes = {"vocab_size": 2_048, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1, "max_position_embeddings": 8192}
+    _write_qwen2_5_vl(directory, vision, sizes | heads)
+    frames = {"video_processor_type": "Qwen2VLVideoProcessor", "size": {"shortest_edge": 56**2, "longest_edge": 224**2}}
+    (directory / "video_preprocessor_config.json").write_text(
+        json.dumps(_QWEN_PIXELS | frames | {"max_pixels": 224**2})
+    )
 
 
 def _write_tokenizer(directory: Path) -> None:

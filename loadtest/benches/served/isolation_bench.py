@@ -32,7 +32,7 @@ from loadtest.benches.served.timed_chats import (
     send_at,
     send_each,
 )
-from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, model_files, on_ray
+from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, on_ray, served_model
 
 MOST_TTFT, MOST_TPOT = 1.2, 1.1
 MEDIA_SHARE = 0.2
@@ -58,12 +58,12 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 def run(arguments: Sequence[str] = ()) -> BenchResult:
     chosen = options(arguments)
     rate = chosen.per_second / (REAL_SLOWER if chosen.real else 1.0)
-    with model_files(is_real=chosen.real) as model_dir:
-        stages = None if chosen.real else STAGES
-        config = cluster_config(model_dir, stages, workers={"max_step_tokens": MAX_STEP_TOKENS})
-        maker = ChatMaker(config.model.name or model_dir.name, model_dir)
-        load = TextLoad(chosen.texts, rate, chosen.rounds, chosen.real)
-        halves = on_ray(config, partial(measure_isolation, maker, load, is_pinned=True))
+    model_dir = served_model(is_real=chosen.real)
+    stages = None if chosen.real else STAGES
+    config = cluster_config(model_dir, stages, workers={"max_step_tokens": MAX_STEP_TOKENS})
+    maker = ChatMaker(config.model.name or model_dir.name, model_dir)
+    load = TextLoad(chosen.texts, rate, chosen.rounds, chosen.real)
+    halves = on_ray(config, partial(measure_isolation, maker, load, is_pinned=True))
     return isolation_result(halves, is_real=chosen.real)
 
 
@@ -88,7 +88,7 @@ class TextLoad:
     def media(self, seed: int) -> tuple[list[ChatKind], list[float]]:
         """Returns the requests with media that come on top."""
         num = round(MEDIA_SHARE * self.num)
-        picture = ChatKind("picture", 16, 1, 448 if self.is_real else 256, max_tokens=OUTPUT_TOKENS)
+        picture = ChatKind("picture", 16, 1, 448 if self.is_real else 224, max_tokens=OUTPUT_TOKENS)
         video = ChatKind("video", 16, num_frames=32, max_tokens=OUTPUT_TOKENS)
         kinds = [picture if self.is_real or at % 2 else video for at in range(num)]
         return kinds, poisson_moments_s(num, MEDIA_SHARE * self.per_s, seed + 1000)

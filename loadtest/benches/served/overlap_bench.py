@@ -35,8 +35,8 @@ from loadtest.benches.served.timed_cluster import (
     StageWaits,
     cluster_config,
     measure_alone,
-    model_files,
     on_ray,
+    served_model,
 )
 from modalities.registry import REGISTRY
 
@@ -84,23 +84,23 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 def run(arguments: Sequence[str] = ()) -> BenchResult:
     chosen = options(arguments)
     findings = []
-    with model_files(is_real=chosen.real) as model_dir:
-        hidden_size = REGISTRY.load_family(model_dir).shape.hidden_size
-        for case in CASES:
-            finding = OverlapFinding(case, PICTURE_SIDE_REAL if chosen.real else 256)
-            for number in range(chosen.rounds):
-                for is_on in (True, False):
-                    config = cluster_config(model_dir, None if chosen.real else case.stages, workers={"overlap": is_on})
-                    maker = ChatMaker(config.model.name or model_dir.name, model_dir, seed=2 * number + is_on + 1)
-                    num_loaded = chosen.loaded if is_on and number == 0 else 0
-                    measure = partial(finding.measure, maker, hidden_size, chosen.runs, num_loaded, is_on)
-                    on_ray(config, measure)
-            findings.append(finding)
+    model_dir = served_model(is_real=chosen.real)
+    hidden_size = REGISTRY.load_family(model_dir).shape.hidden_size
+    for case in CASES:
+        finding = OverlapFinding(case, PICTURE_SIDE_REAL if chosen.real else PICTURE_SIDE)
+        for number in range(chosen.rounds):
+            for is_on in (True, False):
+                config = cluster_config(model_dir, None if chosen.real else case.stages, workers={"overlap": is_on})
+                maker = ChatMaker(config.model.name or model_dir.name, model_dir, seed=2 * number + is_on + 1)
+                num_loaded = chosen.loaded if is_on and number == 0 else 0
+                measure = partial(finding.measure, maker, hidden_size, chosen.runs, num_loaded, is_on)
+                on_ray(config, measure)
+        findings.append(finding)
     return overlap_result(findings, is_real=chosen.real)
 
 
-PICTURE_SIDE_REAL = 448
-"""A picture of this side is one unit of 1,024 patches for the model that computes for real."""
+PICTURE_SIDE, PICTURE_SIDE_REAL = 224, 448
+"""These are the sides of a picture of 256 patches, and of one of 1,024 for the model that computes for real."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class OverlapFinding:
     """Collects what the clusters of one case have shown."""
 
     case: OverlapCase
-    picture_side: int = 256
+    picture_side: int = PICTURE_SIDE
     costs: AloneCosts | None = None
     num_words: int = 0
     """Counts the words of a text that takes as long to prefill as the first pattern's media take to encode."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from loadtest.benches.bench_result import Bar, BenchResult
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, TimedChat, send_from
-from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, model_files, on_ray
+from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, on_ray, served_model
 
 CONCURRENCIES = (1, 2, 4, 8)
 MOST_MEDIAN, MOST_P90 = 0.15, 0.40
@@ -42,10 +42,10 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def run(arguments: Sequence[str] = ()) -> BenchResult:
     chosen = options(arguments)
-    with model_files(is_real=chosen.real) as model_dir:
-        config = cluster_config(model_dir, None if chosen.real else STAGES)
-        maker = ChatMaker(config.model.name or model_dir.name, model_dir)
-        rounds = on_ray(config, partial(measure_predictions, maker, chosen.requests, is_real=chosen.real))
+    model_dir = served_model(is_real=chosen.real)
+    config = cluster_config(model_dir, None if chosen.real else STAGES)
+    maker = ChatMaker(config.model.name or model_dir.name, model_dir)
+    rounds = on_ray(config, partial(measure_predictions, maker, chosen.requests, is_real=chosen.real))
     return prediction_result(rounds, is_real=chosen.real)
 
 
@@ -102,7 +102,7 @@ def mixed_kinds(num: int, seed: int, *, is_real: bool = False) -> list[ChatKind]
     """Returns requests of which two in five are texts, two have one picture or two, and one has a video of 16
     frames."""
     rng = np.random.default_rng(seed)
-    side, words = (448, 32) if is_real else (256, 128)
+    side, words = (448, 32) if is_real else (224, 128)
     kinds = []
     for at in range(num):
         num_words = int(rng.integers(words, 3 * words))

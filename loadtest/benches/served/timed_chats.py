@@ -56,7 +56,7 @@ class ChatKind(NamedTuple):
     name: str
     num_words: int = 0
     num_pictures: int = 0
-    picture_side: int = 256
+    picture_side: int = 224
     num_frames: int = 0
     """Counts the frames of the video that the model sees; 0 means that there is no video."""
     max_tokens: int = 2

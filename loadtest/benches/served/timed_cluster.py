@@ -12,8 +12,7 @@ The module knows nothing of targets.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -24,6 +23,7 @@ from deploy.config import ClusterConfig, load_config
 from fabric.contracts import context_scale_tokens, weighted_tokens
 from loadtest.benches.served.ideal_times import IdealRequest, IdealSpan, IdealUnit
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, TimedChat, send_each
+from loadtest.benches.synthetic import qwen2_5_vl_180m, qwen2_5_vl_small
 
 T = TypeVar("T")
 
@@ -78,19 +78,10 @@ def on_ray(config: ClusterConfig, measure: Callable[[ChatTarget], Awaitable[T]])
         return asyncio.run(run(cluster.url, cluster.model_name))
 
 
-@contextlib.contextmanager
-def model_files(*, is_real: bool) -> Iterator[Path]:
-    """Yields the directory of the model: the demo model with large media for clusters of given stage times, and the
-    model of 180 million parameters for real compute."""
-    import tempfile
-
-    from loadtest.benches.synthetic import model_of_large_media, qwen2_5_vl_180m
-
-    if is_real:
-        yield qwen2_5_vl_180m()
-        return
-    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
-        yield model_of_large_media(Path(folder))
+def served_model(*, is_real: bool) -> Path:
+    """Returns the directory of the model, whose parameters are random: a very small one for clusters of given stage
+    times, and one of 180 million parameters for real compute."""
+    return qwen2_5_vl_180m() if is_real else qwen2_5_vl_small()
 
 
 # ------------------------------------------------------------ costs measured alone
