@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +51,8 @@ class BenchResult:
     notes: list[str] = field(default_factory=list)
     variant: str = ""
     """Names the kind of run of a bench that has several; each kind has a file of its own."""
+    profile: Mapping[str, object] = field(default_factory=dict)
+    """Says in numbers where time went, for the file alone."""
 
 
 def render_table(rows: list[list[str]]) -> str:

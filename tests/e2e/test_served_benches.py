@@ -75,7 +75,9 @@ async def test_predictions_are_compared_by_request_and_by_stage(model_dir: Path)
         assert one.stages["ttft"].num == len(one.chats)
         assert one.stages["dispatch"].num == len(one.chats)
         assert one.stages["encode"].num >= 3
-    check(prediction_bench.prediction_result(rounds, is_real=False), 2)
+    result = prediction_bench.prediction_result(rounds, is_real=False)
+    check(result, 2)
+    assert set(result.profile) == {"1 open at once", "2 open at once"}
 
 
 async def test_the_same_texts_come_alone_and_beside_media(model_dir: Path) -> None:

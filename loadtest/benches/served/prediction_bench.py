@@ -207,10 +207,13 @@ def prediction_result(rounds: Sequence[PredictionRound], *, is_real: bool) -> Be
         "absolute error as a share of the actual time; it has no P90.",
         f"By far most wrong: {worst_stages(rounds)}.",
     ]
+    profile = {
+        f"{one.concurrency} open at once": {name: sums._asdict() for name, sums in one.stages.items()} for one in rounds
+    }
     if is_real:
         notes += [f"{bar.name}: {bar.value:.3f} (real compute has no bar)" for bar in bars]
-        return BenchResult(rows, [], notes, "real")
-    return BenchResult(rows, bars, notes)
+        return BenchResult(rows, [], notes, "real", profile)
+    return BenchResult(rows, bars, notes, profile=profile)
 
 
 def _stage_rows(prefix: str, stages: Mapping[str, StageSums]) -> list[list[str]]:

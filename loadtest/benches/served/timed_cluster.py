@@ -26,6 +26,9 @@ from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget,
 from loadtest.benches.synthetic import qwen2_5_vl_180m, qwen2_5_vl_small
 
 T = TypeVar("T")
+ENCODE_TIMEOUT_MS = 120_000
+"""Limits the time for encoding an item. It is far above the default, because eight pictures that are computed for real
+wait for each other."""
 
 
 class StageWaits(NamedTuple):
@@ -56,7 +59,7 @@ def cluster_config(model_dir: Path, stages: StageWaits | None, **sections: Mappi
     data = load_config(None).model_dump()
     data["server"]["port"] = 0
     data["model"] |= {"path": str(model_dir), "dtype": "float32" if stages else "auto"}
-    data["media"]["probe_processes"] = 1
+    data["media"] |= {"probe_processes": 1, "encode_timeout_ms": dict.fromkeys(("image", "video"), ENCODE_TIMEOUT_MS)}
     data["encoders"] |= {"replicas": 1, "modalities": None, "decode_processes": 2}
     data["workers"] |= {"replicas": 1, "num_blocks": 2048}
     for part in (stages.sections() if stages else {}, sections):
