@@ -4,14 +4,22 @@ The planner, the index, the queue for capacity, the encoder's pipeline and the w
 product. What is simulated is time: steps, forward passes, preparation and transfers take what a table says, messages
 take a delay, and requests come from a workload or a trace.
 
-    event_loop    the virtual time          cost_tables    what things take (`tables/`)
-    sim_worker    the scheduler             workloads      requests that are drawn
-    sim_encoder   the encoder's pipeline    trace_files    requests of traces (`samples/`)
-    sim_router    the planner               policies       how members are chosen
-    sim_cluster   all of it, with faults    faults         what goes wrong
-    sim_requests  requests and outcomes     sim_runs       several runs, and the load that a cluster bears
-    figures       figures of the documents  choice         comparisons of policies
-    sim_report    numbers, plots and pages  sim_command    the commands
+    event_loop        keeps the virtual time
+    cost_tables       reads what things take, from `tables/`
+    sim_requests      defines requests and their outcomes
+    sim_worker        runs the scheduler of one worker
+    sim_encoder       runs the pipeline of one encoder
+    sim_router        runs the planner of one router
+    policies          chooses members in other ways than the planner
+    faults            describes what goes wrong
+    sim_cluster       builds a cluster of these and runs it
+    workloads         draws requests
+    trace_files       reads requests of traces; `samples/` has the formats
+    sim_runs          carries out several runs, and knows which load a cluster bears
+    document_figures  simulates the figures of the documents
+    choice            compares policies
+    sim_report        makes numbers, plots and pages of results
+    sim_command       carries out the commands
 
 `deploy` puts the options of `weft simulate` into its command line and calls `simulate`; it is the only user. This face
 imports the rest when a simulation runs. The folder knows nothing of how Weft is deployed.

@@ -16,8 +16,8 @@ from fabric.contracts import ConfigError
 from loadtest.benches.bench_result import Bar, BenchResult, commit, machine, publish, render_table
 from loadtest.simulator.choice import EXPERIMENTS, MIX, ChoiceScale, Experiment
 from loadtest.simulator.cost_tables import load_table
+from loadtest.simulator.document_figures import FIGURES, DocumentFigure
 from loadtest.simulator.faults import parse_fault
-from loadtest.simulator.figures import FIGURES, DocumentFigure
 from loadtest.simulator.policies import POLICIES, SEQUENTIAL
 from loadtest.simulator.sim_cluster import ClusterSettings
 from loadtest.simulator.sim_report import (

@@ -1,7 +1,7 @@
 """Runs one simulated encoder: the production pipeline with its jobs, batches, arena and reports, on virtual time.
 
-What takes time in production is replaced by a wait from the cost table: `TimedDecoder` prepares items on a number of
-CPU processes, and `TimedForward` runs one batch after the other on the device. Features have sizes and places in the
+What takes time in production is replaced by a wait from the cost table: `WaitingDecoder` prepares items on a number of
+CPU processes, and `WaitingForward` runs one batch after the other on the device. Features have sizes and places in the
 arena (`PlacesOnly`) and no bytes. The module knows nothing of how a worker uses a feature.
 """
 
@@ -105,8 +105,8 @@ class SimEncoder:
             config,
             self._features,
             announcer,
-            TimedDecoder(self, table, num_decoders),
-            TimedForward(self, table, loop, outlets),
+            WaitingDecoder(self, table, num_decoders),
+            WaitingForward(self, table, loop, outlets),
             loop,
             self._changed,
         )
@@ -219,7 +219,7 @@ class SimEncoder:
 # ---------------------------------------------------------------- what takes time
 
 
-class TimedDecoder:
+class WaitingDecoder:
     """Prepares items on `num_parallel` CPU processes; each takes the time of the table."""
 
     def __init__(self, encoder: SimEncoder, table: CostTable, num_parallel: int) -> None:
@@ -250,7 +250,7 @@ class TimedDecoder:
         return Decoded(last, seconds)
 
 
-class TimedForward:
+class WaitingForward:
     """Runs batches on the device; each takes the time that the table's curve gives for its cost."""
 
     def __init__(self, encoder: SimEncoder, table: CostTable, loop: VirtualLoop, outlets: EncoderOutlets) -> None:

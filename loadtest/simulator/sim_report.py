@@ -54,6 +54,8 @@ class Summary:
     ttft: Percentiles
     kind_to_ttft: Mapping[str, Percentiles]
     tpot: Percentiles
+    total: Percentiles
+    """Holds the percentiles of the time from arrival to the last token."""
     bound: Percentiles
     """Holds the percentiles of the predicted times on empty queues, which no policy can beat by much."""
     overlap: float
@@ -89,6 +91,7 @@ def summarise(result: SimResult, warm_up: float = WARM_UP) -> Summary:
         ttft=_ttft(served, lambda one: True),
         kind_to_ttft={kind: _ttft(served, lambda one, kind=kind: one.kind == kind) for kind in sorted(kinds)},  # type: ignore[misc]
         tpot=Percentiles.of([one.token_s for one in served if one.num_tokens > 1]),
+        total=Percentiles.of([one.end_s for one in served]),
         bound=Percentiles.of([one.lower_bound_s for one in served]),
         overlap=float(np.median(bounds)) if bounds else 0.0,
         prediction_median=float(np.median(errors)) if errors else 0.0,
@@ -242,6 +245,7 @@ def _draw(plot: Plot, path: Path) -> bool:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
     except ImportError:
         return False
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
@@ -254,6 +258,10 @@ def _draw(plot: Plot, path: Path) -> bool:
     if plot.is_log:
         axes.set_yscale("log")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     else:
         axes.set_ylim(bottom=0)
     axes.set_title(plot.title)

@@ -28,7 +28,7 @@ class SimRequest:
     first_output: int
     """Holds the first token of the answer; the others follow by counting, so that a later turn can contain it."""
     session: int = -1
-    """Numbers the conversation; -1 means that the request belongs to none."""
+    """Holds the number of the conversation; -1 means that the request belongs to none."""
 
     @property
     def request_id(self) -> RequestId:

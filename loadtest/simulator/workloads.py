@@ -20,7 +20,7 @@ from loadtest.simulator.sim_requests import Part, SimRequest
 MEAN_OUTPUT = 200
 _LARGEST_TOKEN = 1 << 30
 QUESTION = (7, 24)
-"""The text that follows the media of a prompt; it is the same in all requests."""
+"""This text follows the media of a prompt; it is the same in all requests."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from simulated_requests import run, small_cluster, small_workload
 
 from deploy.cli import main
 from loadtest.simulator import sim_runs
-from loadtest.simulator.figures import FIGURES
+from loadtest.simulator.document_figures import FIGURES
 from loadtest.simulator.sim_report import Percentiles, Plot, kind_table, summarise, summary_table, write_report
 from loadtest.simulator.sim_runs import ProgressBar, SimRun, at_load, capacity, run_all
 from loadtest.simulator.workloads import WorkloadSpec
