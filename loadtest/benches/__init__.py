@@ -1,12 +1,9 @@
 """Runs benchmarks: `weft bench NAME`. Each prints a table, or with --json its bars and nothing else. Tests never
 measure speed.
 
-Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `scale` and
-`cost_bench`.
-`cluster_bench`, whose processes are in `cluster_members` and `cluster_routers`.
-Five modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench` and `scale`.
-Six modules or folders run one bench each: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`,
-`figures_bench` and `scale`.
+Each of these modules and folders runs one bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`,
+`router_bench`, `cost_bench`, `figures_bench`, `scale`, and `cluster_bench`, whose processes are in `cluster_members`
+and `cluster_routers`.
 The folder `served` runs three benches of a whole cluster whose stages take given times: overlap, prediction and
 isolation.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
@@ -61,6 +58,12 @@ def _scale(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _router(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.router_bench import run
+
+    return run(options)
+
+
 def _costs(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.cost_bench import run
 
@@ -109,6 +112,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "encoder": _encoder,
     "memory": _memory,
     "scale": _scale,
+    "router": _router,
     "costs": _costs,
     "cluster": _cluster,
     "overlap": _overlap,

@@ -20,13 +20,9 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from fabric.contracts import Member, MemberId, PullTime, PullWindow, WorkerReport
-from fabric.contracts.member_reports import EngineStats, FeatureStats
+from fabric.contracts import EngineStats, FeatureStats, Member, MemberId, PullTime, PullWindow, WorkerReport
 from loadtest.benches.bench_result import Bar, BenchResult
-from router.planning.cost_learning import EstimatorName, Learning
-from router.planning.link_classes import LinkClass
-from router.planning.member_costs import CostDefaults
-from router.planning.views import Line
+from router.planning import CostDefaults, EstimatorName, Learning, Line, LinkClass
 
 NUM_WORKERS = 16
 NUM_REQUESTS = 20_000

@@ -1,6 +1,6 @@
-"""Keeps the router's mutable view of the cluster, from which each query gets its frozen snapshot.
+"""Keeps the router's picture of the cluster, and makes plans from it.
 
-It owns the indexes, the members' reports, the learned costs, the in-flight accounting and the exclusions. All input
+It owns the indexes, the members' columns, the learned costs, the in-flight accounting and the exclusions. All input
 arrives by method calls with the time as an argument; no input that arrives, is late or is missing makes it fail. It
 knows nothing of sockets, or of other routers: it sees what they dispatched in the members' reports.
 """
@@ -8,7 +8,7 @@ knows nothing of sockets, or of other routers: it sees what they dispatched in t
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -29,6 +29,7 @@ from fabric.contracts import (
     MmHash,
     WorkerReport,
     context_scale_tokens,
+    key_of,
     split_hashes,
     weighted_tokens,
 )
@@ -36,12 +37,13 @@ from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
 from router.planning.cost_learning import EstimatorName, Learning, StageError
 from router.planning.kv_room import KvRoom, RoomNeed, WorkerStocks, kv_room
-from router.planning.link_classes import LinkOverride
-from router.planning.member_costs import CommonCosts, CostDefaults, common_costs, common_line
-from router.planning.member_state import EncoderState, InFlight, WorkerState
-from router.planning.route_plan import plan_encoding, plan_route
+from router.planning.link_classes import LinkOverride, LinkPlace
+from router.planning.member_columns import EncoderColumns, Floats, LinkPatterns, WorkerColumns
+from router.planning.member_costs import CostDefaults
+from router.planning.member_state import EncoderShare, EncoderState, InFlight, WorkerShare, WorkerState
+from router.planning.route_plan import Chance, ClusterColumns, PlanSettings, QueryHints, plan_encoding, plan_route
 from router.planning.saved_costs import SavedCosts
-from router.planning.views import ClusterView, EncoderView, ItemTerms, Line, RoutePlan, RouteQuery, WorkerView
+from router.planning.views import ItemTerms, RoutePlan, RouteQuery
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
 
@@ -51,14 +53,21 @@ class PlannerSettings:
     max_index_blocks: int = 1 << 18
     max_index_items: int = 1 << 16
     stale_after_s: float = 3.0
-    """Reports older than this are no longer used."""
+    """A member whose last report is older than this counts as silent: its cache is not trusted, and what this router
+    has open on it counts as not done."""
     snapshot_retry_s: float = 1.0
     """The router asks again for a snapshot that has not come after this time."""
     page_wait_s: float = 10.0
     """While a snapshot comes in pages, the router asks again if no further page has come after this time. It is longer,
     because a worker sends a page per engine step, and a request in between makes it begin with the first page again."""
     tolerance: float = 0.02
-    """Workers count as equal if they differ by less than this share of a request's own work."""
+    """Workers count as equal if they differ by less than this share of a request's own work. It is less than one more
+    request of the same kind in a queue, so near-equality never hides load."""
+    affinity_limit_s: float = 10.0
+    """A cached prefix no longer attracts requests to a worker whose queue is longer than this."""
+    exploration: float = 0.002
+    """This fraction of the plans takes any worker whose score is at most a quarter worse than the best one. So the
+    router goes on learning about workers that it would not choose, and popular prefixes spread."""
     links: tuple[LinkOverride, ...] = ()
     """These rules replace the classes of links that follow from where members run; the first that fits a pair wins."""
     estimator: EstimatorName = "ageing"
@@ -85,20 +94,28 @@ class ClusterState:
         settings: PlannerSettings = PlannerSettings(),
         saved: SavedCosts | None = None,
     ) -> None:
-        """Creates the state of a cluster without members. `saved` holds the costs that a former run has learned."""
+        """Creates the state of a cluster without members. `block_size` is that of workers that do not say their own,
+        and `saved` holds the costs that a former run has learned."""
         self._block_size = block_size
         self._rng = rng
         self._settings = settings
+        self._plan_settings = PlanSettings(
+            settings.stale_after_s, settings.tolerance, settings.affinity_limit_s, settings.exploration
+        )
         self._workers: dict[MemberId, WorkerState] = {}
         self._encoders: dict[MemberId, EncoderState] = {}
+        self._worker_columns, self._encoder_columns = WorkerColumns(), EncoderColumns()
+        self._patterns = LinkPatterns()
+        self._modality_to_row: dict[str, int] = {}
         self._scheme_to_prefixes: dict[KvScheme | None, PrefixIndex] = {}
         """Holds an index per scheme that a worker has used; the blocks of workers without a scheme are never looked
         up."""
         self._features = FeatureIndex(settings.max_index_items)
+        self._kept = FeatureIndex(settings.max_index_items)
+        """Records which workers keep features after prefill."""
         scale_tokens = context_scale_tokens(shape.hidden_size)
         self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links, settings.estimator, saved)
-        self._in_flight = InFlight()
-        self._member_to_exclusion_end_s: dict[MemberId, float] = {}
+        self._in_flight = InFlight(self._worker_columns, self._encoder_columns)
         self._member_to_asked_s: dict[MemberId, float] = {}
         self._member_to_page_s: dict[MemberId, float] = {}
         """Holds when the latest page came, for members whose snapshot is arriving in pages."""
@@ -117,19 +134,14 @@ class ClusterState:
         gone = {member.member_id for member in left}
         joined = tuple(m for member_id, m in new.items() if member_id not in old or member_id in gone)
         for member in joined:
-            if member.kind == "worker":
-                self._prefixes(member)
-                self._workers[member.member_id] = self._learning.new_worker(member)
-            else:
-                self._encoders[member.member_id] = self._learning.new_encoder(member)
+            self._join(member)
         return MemberChange(joined, left)
 
     def exclude(self, member_id: MemberId, until: float) -> None:
         """Keeps plans from using the member before `until`; a longer exclusion stays in force."""
-        if member_id in self._workers or member_id in self._encoders:
-            self._member_to_exclusion_end_s[member_id] = max(
-                until, self._member_to_exclusion_end_s.get(member_id, until)
-            )
+        for columns in (self._worker_columns, self._encoder_columns):
+            if (slot := columns.member_to_slot.get(member_id)) is not None:
+                columns.barred_until_s[slot] = max(columns.barred_until_s[slot], until)
 
     # ------------------------------------------------------------ messages
 
@@ -141,9 +153,7 @@ class ClusterState:
         if isinstance(message, EncoderReport):
             return self._take_encoder_report(message, now)
         if isinstance(message, FeatureEvents):
-            if message.encoder_id not in self._encoders:
-                return ()
-            return self._ask_on_gap(message.encoder_id, self._features.apply(message), now)
+            return self._take_feature_events(message, now)
         worker_id = message.worker_id
         if worker_id not in self._workers:
             return ()
@@ -164,96 +174,134 @@ class ClusterState:
         """Returns the plan with the earliest predicted first token. It changes nothing but the random source: call
         `note_dispatched` once the plan is carried out. Raises NoCapacity if there is no worker, or if no encoder can
         take a modality; the error then names the modality."""
-        return plan_route(query, self.snapshot(query, now), now)
+        chance = Chance(self._rng.random(), self._rng.random())
+        return plan_route(query, self.columns(now), self.hints(query, now), now, self._plan_settings, chance)
 
     def plan_encoding(
         self, query: RouteQuery, worker_id: MemberId, item_indexes: Sequence[int], now: float
     ) -> tuple[ItemTerms, ...]:
         """Returns encoders, chosen by the same landing times, for items that a worker needs after all. Raises
         NoCapacity, naming the modality, if no encoder can take it."""
-        return plan_encoding(query, worker_id, item_indexes, self.snapshot(query, now))
+        columns, hints, chance = self.columns(now), self.hints(query, now), Chance(self._rng.random())
+        return plan_encoding(query, worker_id, item_indexes, columns, hints, now, self._plan_settings, chance)
 
-    def snapshot(self, query: RouteQuery, now: float) -> ClusterView:
-        """Returns frozen views for one query; excluded members are left out. It changes nothing but the random
-        source."""
-        worker_to_blocks = self._covered_blocks(query.scheme_to_hashes)
-        encoder_to_cached = self._cached(query)
-        barred = self._barred(query.excluded, now)
-        worker_line = common_line(state.prefill.estimate(now) for state in self._workers.values())
-        encoders: Iterable[EncoderState] = self._encoders.values() if query.media else ()
-        encoder_costs = common_costs(state.cost.estimates(now) for state in encoders)
-        return ClusterView(
-            block_size=self._block_size,
-            workers=tuple(
-                self._worker_view(state, worker_to_blocks.get(worker_id, 0), worker_line, now)
-                for worker_id, state in self._workers.items()
-                if worker_id not in barred
-            ),
-            encoders=tuple(
-                self._encoder_view(state, encoder_to_cached.get(encoder_id, frozenset()), encoder_costs, now)
-                for encoder_id, state in self._encoders.items()
-                if encoder_id not in barred
-            )
-            if query.media
-            else (),
-            links=self._learning.links(),
-            context_scale_tokens=self._learning.context_scale_tokens,
-            tie_break=self._rng.random(),
-            tolerance=self._settings.tolerance,
+    def columns(self, now: float) -> ClusterColumns:
+        """Returns what plans read of the members. The columns change in place with later messages and dispatches."""
+        if self._learning.refresh(now):
+            self._worker_columns.believe(self._learning.believed.workers)
+            self._encoder_columns.believe(self._learning.believed.encoders)
+        workers, encoders = self._worker_columns, self._encoder_columns
+        if self._patterns.is_stale:
+            rules = self._learning.link_rules
+            self._patterns.refresh(rules, self._places(workers), self._places(encoders), encoders.capacity)
+        return ClusterColumns(
+            workers,
+            encoders,
+            self._patterns,
+            self._learning.believed.links,
+            self._modality_to_row,
+            self._learning.context_scale_tokens,
         )
 
+    def hints(self, query: RouteQuery, now: float) -> QueryHints:
+        """Returns what the indexes and the requests in flight say of a query."""
+        workers = self._worker_columns
+        depths = self._depths(query.scheme_to_hashes)
+        promised: Floats | None = None
+        for scheme, hashes in query.scheme_to_hashes.items():
+            raised = np.zeros(len(workers))
+            if self._in_flight.promised_blocks(scheme, hashes, raised):
+                promised = raised * scheme.block_size if promised is None else promised + raised * scheme.block_size
+        ready: dict[MmHash, list[tuple[int, float]]] = {}
+        kept: dict[MmHash, list[int]] = {}
+        for mm_hash in {item.mm_hash for item in query.media}:
+            encoders = self._encoder_columns.member_to_slot
+            here = [(encoders[each], 0.0) for each in self._features.holders(mm_hash)]
+            if found := self._in_flight.features(mm_hash, now, query.attempt_id) + here:
+                ready[mm_hash] = found
+            if holders := self._kept.holders(mm_hash):
+                kept[mm_hash] = [workers.member_to_slot[each] for each in holders]
+        return QueryHints(depths, promised, ready, kept)
+
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
-        """Returns whether there are a worker, and an encoder for each modality, that a plan may use. If so,
-        `plan_route` finds a route for a query with these media and exclusions."""
-        barred = self._barred(excluded, now)
-        served = {m for each in self._encoders.values() if each.member.member_id not in barred for m in each.modalities}
-        return modalities <= served and any(worker_id not in barred for worker_id in self._workers)
+        """Returns whether there are a worker, and an encoder for each modality, that a plan may use. If so, `plan`
+        finds a route for a query with these media and exclusions."""
+        if not self._worker_columns.usable(excluded, now).any():
+            return False
+        usable = self._encoder_columns.usable(excluded, now)
+        rows = [self._modality_to_row.get(modality) for modality in modalities]
+        able = self._encoder_columns.is_able[:, : len(usable)] * usable
+        return all(row is not None and able[row].any() for row in rows)
 
     def room(self, need: RoomNeed, excluded: frozenset[MemberId], now: float) -> KvRoom:
-        """Returns whether a worker has room for a request now, later or never (`kv_room`). A worker without a report,
-        or whose reports stopped, is taken to have room, because the router degrades and never blocks."""
-        states, barred = tuple(self._workers.values()), self._barred(excluded, now)
-        worker_to_blocks = self._covered_blocks(need.scheme_to_hashes)
-        stocks = [self._stock(state, now) for state in states]
-        numbers = np.array(stocks, dtype=np.float64).reshape(len(stocks), 4)
-        total_blocks, free_blocks, inbox_bytes = numbers[:, :3].astype(np.int64).T
-        ids = [state.member.member_id for state in states]
+        """Returns whether a worker has room for a request now, later or never (`kv_room`). The blocks that queued
+        tokens will take count as taken, and so does one block for each sequence that decodes or was just dispatched. A
+        worker without a report, or whose reports stopped, is taken to have room, because the router degrades and never
+        blocks."""
+        workers, num = self._worker_columns, len(self._worker_columns)
+        slots = np.array(sorted(workers.member_to_slot.values()), np.int64)
+        members = [workers.members[slot] for slot in slots]
+        total = workers.kv_blocks_total[slots]
+        block_size = np.maximum(workers.block_size[slots], 1.0)
+        promised = workers.pending_blocks[slots] + workers.num_pending[slots] + workers.num_decoding[slots]
+        promised += np.ceil(workers.num_queued[slots] / block_size)
+        used, residence_s = workers.kv_blocks_used[slots], workers.residence_s[slots]
+        rate = np.where(residence_s > 0.0, used / np.maximum(residence_s, 1e-12), 0.0)
+        free = total - used - promised
+        silence_s = workers.silence_s(now, self._settings.stale_after_s)
+        if silence_s is not None:
+            is_silent = silence_s[slots] > 0.0
+            free, rate = np.where(is_silent, total, free), np.where(is_silent, 0.0, rate)
         return kv_room(
             need,
             WorkerStocks(
-                worker_ids=ids,
-                block_sizes=np.full(len(ids), self._block_size, dtype=np.int64),
-                total_blocks=total_blocks,
-                free_blocks=free_blocks,
-                covered_blocks=np.array([worker_to_blocks.get(each, 0) for each in ids], dtype=np.int64),
-                blocks_per_s=numbers[:, 3],
-                inbox_bytes=inbox_bytes,
-                is_usable=np.array([each not in barred for each in ids], dtype=np.bool_),
+                worker_ids=[member.member_id for member in members if member is not None],
+                block_sizes=block_size.astype(np.int64),
+                total_blocks=total.astype(np.int64),
+                free_blocks=free.astype(np.int64),
+                covered_blocks=self._depths(need.scheme_to_hashes)[:num][slots].astype(np.int64),
+                blocks_per_s=rate,
+                inbox_bytes=workers.inbox_bytes[slots].astype(np.int64),
+                is_usable=workers.usable(excluded, now)[slots],
             ),
         )
 
     def next_return_s(self, now: float) -> float | None:
         """Returns when the next exclusion ends, or None if no member is excluded."""
-        return min((until for until in self._member_to_exclusion_end_s.values() if until > now), default=None)
+        barred = np.concatenate([c.barred_until_s[: len(c)] for c in (self._worker_columns, self._encoder_columns)])
+        ends = barred[(barred > now) & (barred < np.inf)]
+        return float(ends.min()) if len(ends) else None
 
     def note_dispatched(self, query: RouteQuery, plan: RoutePlan, now: float) -> None:
         """Counts the plan's work on its worker and encoders until their reports contain it."""
         winner = plan.explanation.winner
-        num_blocks = -(-winner.num_prefill_tokens // self._block_size)
-        if plan.worker_id in self._workers:
-            scale = self._learning.context_scale_tokens
-            num_weighted = round(weighted_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale))
-            self._in_flight.add(query.attempt_id, plan.worker_id, num_weighted, num_blocks)
-        self.note_encoding(query.attempt_id, winner.items)
+        if (state := self._workers.get(plan.worker_id)) is not None:
+            scheme, scale = state.member.kv_scheme, self._learning.context_scale_tokens
+            block_size = scheme.block_size if scheme is not None else self._block_size
+            num_weighted = weighted_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale)
+            num_blocks = -(-winner.num_prefill_tokens // block_size)
+            hashes = query.scheme_to_hashes.get(scheme, b"") if scheme is not None else b""
+            share = WorkerShare(num_weighted, num_blocks, scheme, hashes)
+            self._in_flight.add_worker(query.attempt_id, plan.worker_id, share)
+        self.note_encoding(query.attempt_id, winner.items, now, query.priority)
 
-    def note_encoding(self, attempt_id: AttemptId, items: Sequence[ItemTerms]) -> None:
+    def note_encoding(
+        self, attempt_id: AttemptId, items: Sequence[ItemTerms], now: float = 0.0, priority: int = 0
+    ) -> None:
         """Counts items that were sent to encoders (those of a plan, or of `plan_encoding`)."""
-        encoder_to_cost: dict[MemberId, int] = {}
+        encoder_to_items: dict[MemberId, list[ItemTerms]] = {}
         for terms in items:
-            encoder_to_cost[terms.encoder_id] = encoder_to_cost.get(terms.encoder_id, 0) + terms.load
-        for encoder_id, cost in encoder_to_cost.items():
-            if encoder_id in self._encoders:
-                self._in_flight.add(attempt_id, encoder_id, cost)
+            encoder_to_items.setdefault(terms.encoder_id, []).append(terms)
+        encoders = self._encoder_columns
+        for encoder_id, own in encoder_to_items.items():
+            if (slot := encoders.member_to_slot.get(encoder_id)) is None:
+                continue
+            seconds = sum(terms.device_prepare_s + terms.encode_s for terms in own)
+            age_s = now - float(encoders.report_at_s[slot]) if encoders.is_reported[slot] else 0.0
+            key = key_of(seconds, float(encoders.patience[slot]), age_s, priority)
+            decode_s = sum(terms.decode_s for terms in own)
+            done = {terms.mm_hash: now + terms.landing_s - terms.transfer_s for terms in own if not terms.is_cached}
+            self._in_flight.add_encoder(attempt_id, encoder_id, EncoderShare(seconds, key, decode_s, done))
 
     def note_ended(self, attempt_id: AttemptId) -> None:
         """Records that the attempt ended, with or without success. A second call does nothing."""
@@ -301,9 +349,10 @@ class ClusterState:
 
     def _take_worker_report(self, report: WorkerReport, now: float) -> Sequence[MemberId]:
         state = self._workers.get(report.worker_id)
-        if state is None or not state.freshness.accept(report.epoch, report.seq, now):
+        if state is None or not state.freshness.accept(report.epoch, report.seq):
             return ()
         state.take(report, now)
+        self._worker_columns.take(self._worker_columns.member_to_slot[report.worker_id], report, now)
         self._learning.observe_report(report, now)
         self._in_flight.acknowledge(report.worker_id, report.acknowledged)
         is_arriving = now - self._member_to_page_s.get(report.worker_id, -inf) < self._settings.page_wait_s
@@ -312,11 +361,20 @@ class ClusterState:
 
     def _take_encoder_report(self, report: EncoderReport, now: float) -> Sequence[MemberId]:
         state = self._encoders.get(report.encoder_id)
-        if state is None or not state.freshness.accept(report.epoch, report.seq, now):
+        if state is None or not state.freshness.accept(report.epoch, report.seq):
             return ()
         state.take(report, now)
+        self._encoder_columns.take(self._encoder_columns.member_to_slot[report.encoder_id], report, now)
         self._in_flight.acknowledge(report.encoder_id, report.acknowledged)
         return self._ask_unless(self._features.is_in_step(report.encoder_id), report.encoder_id, now)
+
+    def _take_feature_events(self, events: FeatureEvents, now: float) -> Sequence[MemberId]:
+        """Takes in the events of an encoder's cache, or of the features that a worker keeps."""
+        holder_id = events.encoder_id
+        index = self._features if holder_id in self._encoders else self._kept
+        if holder_id not in self._encoders and holder_id not in self._workers:
+            return ()
+        return self._ask_on_gap(holder_id, index.apply(events), now)
 
     def _ask_on_gap(self, member_id: MemberId, result: ApplyResult, now: float) -> Sequence[MemberId]:
         return self._ask_unless(result is not ApplyResult.GAP, member_id, now)
@@ -328,35 +386,6 @@ class ClusterState:
         self._member_to_asked_s[member_id] = now
         return (member_id,)
 
-    def _worker_view(self, state: WorkerState, covered_blocks: int, common: Line | None, now: float) -> WorkerView:
-        is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
-        return state.view(covered_blocks, self._in_flight.load(state.member.member_id), is_stale, common, now)
-
-    def _encoder_view(
-        self, state: EncoderState, cached: frozenset[MmHash], common: CommonCosts, now: float
-    ) -> EncoderView:
-        is_stale = state.freshness.is_stale(now, self._settings.stale_after_s)
-        return state.view(cached, self._in_flight.load(state.member.member_id), is_stale, common, now)
-
-    def _stock(self, state: WorkerState, now: float) -> tuple[float, float, float, float]:
-        """Returns a worker's blocks in all, those that a new request could take, the bytes of its inbox, and the blocks
-        that it returns per second. The blocks that queued tokens will take count as taken, and so does one block for
-        each sequence that decodes or was just dispatched."""
-        report = state.report
-        if report is None:
-            return 0, 0, 0, 0.0
-        engine, inbox_bytes = report.engine, report.features.inbox_bytes_total
-        if state.freshness.is_stale(now, self._settings.stale_after_s):
-            return engine.kv_blocks_total, engine.kv_blocks_total, inbox_bytes, 0.0
-        load = self._in_flight.load(state.member.member_id)
-        promised = load.pending_blocks + load.num_pending + -(-engine.queued_tokens // self._block_size)
-        promised += engine.num_decoding
-        rate = engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0
-        return engine.kv_blocks_total, engine.kv_blocks_total - engine.kv_blocks_used - promised, inbox_bytes, rate
-
-    def _barred(self, excluded: frozenset[MemberId], now: float) -> frozenset[MemberId]:
-        return excluded | {member_id for member_id, until in self._member_to_exclusion_end_s.items() if until > now}
-
     def _prefixes(self, worker: Member) -> PrefixIndex:
         """Returns the index of the worker's scheme."""
         prefixes = self._scheme_to_prefixes.get(worker.kv_scheme)
@@ -365,30 +394,50 @@ class ClusterState:
             self._scheme_to_prefixes[worker.kv_scheme] = prefixes
         return prefixes
 
-    def _covered_blocks(self, scheme_to_hashes: Mapping[KvScheme, bytes]) -> dict[MemberId, int]:
-        """Returns the leading blocks of `self._block_size` tokens that each worker holds."""
-        worker_to_blocks: dict[MemberId, int] = {}
+    def _depths(self, scheme_to_hashes: Mapping[KvScheme, bytes]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        """Returns the leading blocks of a prompt that each worker holds, by slot."""
+        depths = np.zeros(len(self._worker_columns), np.int32)
         for scheme, hashes in scheme_to_hashes.items():
             if (prefixes := self._scheme_to_prefixes.get(scheme)) is not None:
                 for worker_id, num_blocks in prefixes.lookup(split_hashes(hashes)).items():
-                    worker_to_blocks[worker_id] = num_blocks * scheme.block_size // self._block_size
-        return worker_to_blocks
+                    depths[self._worker_columns.member_to_slot[worker_id]] = num_blocks
+        return depths
 
-    def _cached(self, query: RouteQuery) -> dict[MemberId, frozenset[MmHash]]:
-        encoder_to_cached: dict[MemberId, frozenset[MmHash]] = {}
-        for mm_hash in {item.mm_hash for item in query.media}:
-            for encoder_id in self._features.holders(mm_hash):
-                encoder_to_cached[encoder_id] = encoder_to_cached.get(encoder_id, frozenset()) | {mm_hash}
-        return encoder_to_cached
+    def _places(self, columns: WorkerColumns | EncoderColumns) -> list[LinkPlace]:
+        nowhere = LinkPlace("")
+        return [self._learning.place(each.member_id) if each is not None else nowhere for each in columns.members]
+
+    def _join(self, member: Member) -> None:
+        member_id = member.member_id
+        if member.kind == "worker":
+            self._workers[member_id] = self._learning.new_worker(member)
+            slot = self._learning.worker_row(member_id)
+            self._worker_columns.add(member, slot)
+            scheme = member.kv_scheme
+            self._worker_columns.block_size[slot] = scheme.block_size if scheme is not None else self._block_size
+            self._prefixes(member)
+        else:
+            self._encoders[member_id] = self._learning.new_encoder(member)
+            rows = {modality: self._learning.modality_row(modality) for modality in member.modalities}
+            self._modality_to_row.update(rows)
+            slot = self._learning.encoder_row(member_id)
+            self._encoder_columns.add(member, slot)
+            self._encoder_columns.serve(slot, tuple(rows.values()))
+        self._patterns.forget()
 
     def _forget(self, member: Member) -> None:
         member_id = member.member_id
-        self._learning.forget(member)
-        if (state := self._workers.pop(member_id, None)) is not None:
-            self._prefixes(state.member).remove_worker(member_id)
-        self._encoders.pop(member_id, None)
-        self._features.remove_encoder(member_id)
         self._in_flight.forget_member(member_id)
-        self._member_to_exclusion_end_s.pop(member_id, None)
+        if member.kind == "worker":
+            del self._workers[member_id]
+            self._worker_columns.remove(member_id)
+            self._prefixes(member).remove_worker(member_id)
+            self._kept.remove_encoder(member_id)
+        else:
+            del self._encoders[member_id]
+            self._encoder_columns.remove(member_id)
+            self._features.remove_encoder(member_id)
+        self._learning.forget(member)
         self._member_to_asked_s.pop(member_id, None)
         self._member_to_page_s.pop(member_id, None)
+        self._patterns.forget()

@@ -51,6 +51,8 @@ WORKER_STAGES = ("prefill", "delivery")
 step, and the time that a request takes to the worker together with its first token's way back."""
 EstimatorName = Literal["ageing", "average"]
 _FETCH = CostKey("router", "", GENERAL, "fetch")
+REFRESH_CHANGED_S = 0.05
+"""Believed costs may be this old after a cost has changed."""
 REFRESH_S = 0.25
 """Believed costs may be this old. A refresh takes about a millisecond for a thousand workers."""
 
@@ -102,6 +104,7 @@ class Learning:
         self._fetch = self._make(*(fetch or (ZERO, 0.0)))
         self._believed: BelievedCosts | None = None
         self._believed_at_s = 0.0
+        self._believed_version = -1
 
     # ------------------------------------------------------------ members
 
@@ -175,11 +178,13 @@ class Learning:
 
     # ------------------------------------------------------------ what is believed
 
-    def refresh(self, now: float, max_age_s: float = REFRESH_S) -> bool:
-        """Computes `believed` again if a member came or went, or if the last computation is at least `max_age_s` old;
-        estimates lose trust with time even if nothing was observed. Returns whether it did."""
+    def refresh(self, now: float) -> bool:
+        """Computes `believed` again if a member came or went, or if the last computation is old: estimates lose trust
+        with time even if nothing was observed. Returns whether it did."""
+        max_age_s = REFRESH_S if self.version == self._believed_version else REFRESH_CHANGED_S
         if self._believed is not None and now - self._believed_at_s < max_age_s:
             return False
+        self._believed_version = self.version
         encoders = self._encoders.believed(now).reshape(len(self._modality_to_row), 2 * len(STAGES), -1)
         np.copyto(encoders, encoders[:1], where=np.isnan(encoders))
         links = np.array([self._links[link].line for link in LINK_CLASSES])

@@ -1,32 +1,26 @@
-"""Keeps what the router knows of each worker and each encoder, and how much work it has on them. A `WorkerState` or an
-`EncoderState` holds one member's last report and its learned costs; both are mutable, and turn into the planner's
-frozen view of the member. `InFlight` counts the work that this router dispatched.
+"""Keeps what the router knows of each member besides its columns, and the work that it has on it. A `WorkerState` or an
+`EncoderState` holds a member with its learned costs and the order of its reports. `InFlight` counts the work that this
+router dispatched.
 
-The two stand together because a view needs both: a report does not contain what was dispatched since. Without that
-work, all requests of a burst between two reports would go to the one member that was idle in its last report.
+A report does not contain what was dispatched since. Without that work, all requests of a burst between two reports
+would go to the one member that was idle in its last report. For the same reason `InFlight` knows which features and
+which prompts are on their way: requests that share them should find them.
 
-A member without a report counts as idle. A member whose reports stopped is balanced by this router's own open attempts
-on it, and what it may have cached is ignored, because its queue, its cache and its memory have changed since. The
-module knows nothing of the choice between members, or of how costs are learned.
+The module knows nothing of the choice between members, or of how costs are learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from fabric.contracts import AttemptId, EncoderReport, Member, MemberId, MmHash, WorkerReport
-from router.planning.member_costs import (
-    GENERAL,
-    CommonCosts,
-    CommonStages,
-    CostEstimator,
-    EncoderCost,
-    Estimate,
-    StageEstimates,
-    believed,
-)
-from router.planning.views import EncoderCosts, EncoderView, Line, ReportedQueue, WorkerView
+import numpy as np
+
+from fabric.contracts import KV_HASH_BYTES, AttemptId, EncoderReport, KvScheme, Member, MemberId, MmHash, WorkerReport
+from router.planning.member_columns import EncoderColumns, Floats, WorkerColumns
+from router.planning.member_costs import CostEstimator, EncoderCost
+from router.planning.views import Line
 
 # ------------------------------------------------------------ one member
 
@@ -35,258 +29,291 @@ class WorkerState:
     def __init__(self, member: Member, prefill: CostEstimator, delivery: CostEstimator) -> None:
         self.member = member
         self.freshness = Freshness()
-        self.report: WorkerReport | None = None
         self.prefill = prefill
         self.delivery = delivery
         """Costs the request's way to the worker together with the first token's way to the router."""
 
     def take(self, report: WorkerReport, now: float) -> None:
-        self.report = report
+        """Learns from the costs that the worker reports."""
         self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token), now)
-
-    def view(
-        self, covered_blocks: int, load: MemberLoad, is_stale: bool, common: Line | None, now: float
-    ) -> WorkerView:
-        """Returns the planner's view of the worker. `load` is what this router has on it, and `common` is what workers
-        cost in general."""
-        member, report = self.member, self.report
-        prefill = believed(self.prefill.estimate(now), common)
-        if report is None or is_stale:
-            return WorkerView(
-                member.member_id,
-                member.address,
-                member.host,
-                covered_blocks=0 if is_stale else covered_blocks,
-                queued_tokens=load.open_units,
-                num_decoding=load.num_open,
-                num_open=load.num_open,
-                kv_blocks_free=None,
-                prefill=prefill,
-            )
-        engine = report.engine
-        is_sized = engine.kv_blocks_total > 0
-        num_free = max(0, engine.kv_blocks_total - engine.kv_blocks_used - load.pending_blocks)
-        return WorkerView(
-            member.member_id,
-            member.address,
-            member.host,
-            covered_blocks,
-            queued_tokens=engine.queued_weighted_tokens or float(engine.queued_tokens),
-            num_decoding=engine.num_decoding,
-            num_open=load.num_open,
-            kv_blocks_free=num_free if is_sized else None,
-            prefill=prefill,
-            decode_s=self._decode_s(report, prefill),
-            pending_tokens=load.pending_units,
-            num_pending=load.num_pending,
-            report_age_s=self.freshness.age_s(now),
-            max_step_tokens=report.max_step_tokens,
-            place_wait_s=_place_wait_s(report, load),
-            kv_blocks_per_s=engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0,
-        )
-
-    def _decode_s(self, report: WorkerReport, believed_line: Line) -> float:
-        """Returns the decode time per sequence. The worker measured it together with the step's overhead, so the
-        believed overhead scales it."""
-        own_s = self.prefill.line.base_s
-        return report.decode_s_per_sequence * (believed_line.base_s / own_s if own_s else 1.0)
-
-
-def _place_wait_s(report: WorkerReport, load: MemberLoad) -> float:
-    """Returns the seconds until a new sequence gets a place. When all places of a step are taken, they become free in
-    order, at the pace at which sequences end."""
-    num_there = report.engine.num_running + report.engine.num_waiting + load.num_pending
-    num_over = num_there + 1 - report.max_sequences
-    if not report.max_sequences or num_over <= 0:
-        return 0.0
-    return report.residence_s * num_over / report.max_sequences
 
 
 class EncoderState:
     def __init__(self, member: Member, cost: EncoderCost) -> None:
         self.member = member
         self.freshness = Freshness()
-        self.report: EncoderReport | None = None
         self.cost = cost
         self.modalities = frozenset(member.modalities)
 
     def take(self, report: EncoderReport, now: float) -> None:
-        self.report = report
+        """Learns from the costs that the encoder reports."""
         self.cost.anchor(report, now)
-
-    def view(
-        self, cached: frozenset[MmHash], load: MemberLoad, is_stale: bool, common: CommonCosts, now: float
-    ) -> EncoderView:
-        """Returns the planner's view of the encoder. `load` is what this router has on it, and `common` is what
-        encoders cost in general."""
-        queue: ReportedQueue | None = None
-        if self.report is None or is_stale:
-            queued_cost = load.open_units
-        else:
-            queued_cost = self.report.queued_cost + load.pending_units
-            if any(self.report.queue_profile) or self.report.forward_left_s:
-                queue = ReportedQueue(self.report, self.freshness.age_s(now), load.pending_units)
-        costs = self._costs(common, now)
-        return EncoderView(
-            self.member.member_id,
-            self.member.host,
-            self.modalities,
-            queued_cost,
-            frozenset() if is_stale else cached,
-            costs.pop(GENERAL),
-            costs,
-            queue,
-        )
-
-    def _costs(self, common: CommonCosts, now: float) -> dict[str, EncoderCosts]:
-        """Returns the costs by modality, and under `GENERAL`: the encoder's own costs as far as they are trusted. A
-        modality that it has not met costs what it costs on other encoders."""
-        estimates = self.cost.estimates(now)
-        unmet = (name for name in common if name not in estimates and name in self.modalities)
-        estimates |= {name: _unknown(self.cost.of(GENERAL)) for name in unmet}
-        return {name: each.believed(common.get(name, CommonStages())) for name, each in estimates.items()}
-
-
-def _unknown(costs: EncoderCosts) -> StageEstimates:
-    return StageEstimates(*(Estimate(line, 0.0) for line in costs))
 
 
 class Freshness:
-    """Keeps the order and the age of one member's reports."""
+    """Keeps the order of one member's reports."""
 
     def __init__(self) -> None:
         self._last: tuple[int, int] | None = None
-        self._at_s = 0.0
 
-    def accept(self, epoch: int, seq: int, now: float) -> bool:
+    def accept(self, epoch: int, seq: int) -> bool:
         """Records a report. Returns False for a report that is not newer than the last one."""
         if self._last is not None and (epoch, seq) <= self._last:
             return False
-        self._last, self._at_s = (epoch, seq), now
+        self._last = (epoch, seq)
         return True
-
-    def is_stale(self, now: float, stale_after_s: float) -> bool:
-        """Returns whether reports came and then stopped."""
-        return self._last is not None and now - self._at_s > stale_after_s
-
-    def age_s(self, now: float) -> float:
-        """Returns the seconds since the last accepted report."""
-        return max(0.0, now - self._at_s)
 
 
 # ------------------------------------------------------------ the work in flight
 
 
+class WorkerShare(NamedTuple):
+    """A `WorkerShare` is what an attempt puts on its worker."""
+
+    weighted_tokens: float
+    num_blocks: int
+    scheme: KvScheme | None = None
+    hashes: bytes = b""
+    """Holds the hashes of the prompt's full blocks in the worker's scheme."""
+
+
+class EncoderShare(NamedTuple):
+    """An `EncoderShare` is what an attempt puts on one encoder."""
+
+    seconds: float
+    """Sums the predicted forward passes."""
+    key: float
+    """Places this work in the encoder's queue (`fabric.contracts.key_of`)."""
+    decode_s: float
+    hash_to_done_s: dict[MmHash, float]
+    """Maps each feature that the encoder makes to the time on the router's clock at which it should be complete."""
+
+
 class InFlight:
-    """Counts the work that this router dispatched, by attempt and member, with the sums by member.
+    """Counts the work that this router dispatched, by attempt and member, and keeps the sums in the members' columns.
 
-    Each dispatched attempt puts load on a member (tokens on a worker, patches on an encoder). The load is *pending*
-    until a report acknowledges it, and *open* until the attempt ends on that member. When reports stop, only the open
-    load is left to balance by. To end or acknowledge a share twice does nothing the second time."""
+    Each dispatched attempt puts load on a member. The load is *pending* until a report acknowledges it, and *open*
+    until the attempt ends on that member. When reports stop, only the open load is left to balance by. To end or
+    acknowledge a share twice does nothing the second time."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: WorkerColumns, encoders: EncoderColumns) -> None:
+        self._workers, self._encoders = workers, encoders
         self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
-        self._member_to_load: dict[MemberId, MemberLoad] = {}
+        self._hash_to_flights: dict[MmHash, dict[MemberId, _Flight]] = {}
+        self._prompts: dict[KvScheme, _Prompts] = {}
 
-    def load(self, member_id: MemberId) -> MemberLoad:
-        """Returns the member's load. The object is not a copy, because a copy would cost more than it protects; callers
-        read it and do not keep it."""
-        return self._member_to_load.get(member_id) or MemberLoad()
+    def add_worker(self, attempt_id: AttemptId, worker_id: MemberId, load: WorkerShare) -> None:
+        """Adds the attempt's load on its worker; ignores a worker that has left."""
+        slot = self._workers.member_to_slot.get(worker_id)
+        if slot is None:
+            return
+        share = self._share(attempt_id, worker_id, self._workers, slot)
+        self._change(share, load.weighted_tokens, 1)
+        share.num_blocks += load.num_blocks
+        self._workers.pending_blocks[slot] += load.num_blocks
+        if load.scheme is not None and load.hashes:
+            prompts = self._prompts.setdefault(load.scheme, _Prompts())
+            share.prompt = prompts.add(load.hashes, slot)
+            share.prompts = prompts
 
-    def add(self, attempt_id: AttemptId, member_id: MemberId, units: int, num_blocks: int = 0) -> None:
-        """Adds load to an attempt's share on a member. If more of an attempt goes to the same member, its share grows,
-        and the new part is pending."""
-        share = self._attempt_to_shares.setdefault(attempt_id, {}).get(member_id)
-        load = self._member_to_load.setdefault(member_id, MemberLoad())
-        if share is None:
-            share = self._attempt_to_shares[attempt_id][member_id] = _Share()
-            load.num_open += 1
-        load.num_pending += not share.is_pending
-        share.is_pending = True
-        share.units += units
-        share.pending_units += units
-        share.pending_blocks += num_blocks
-        load.open_units += units
-        load.pending_units += units
-        load.pending_blocks += num_blocks
+    def add_encoder(self, attempt_id: AttemptId, encoder_id: MemberId, load: EncoderShare) -> None:
+        """Adds load on an encoder to the attempt; ignores an encoder that has left."""
+        slot = self._encoders.member_to_slot.get(encoder_id)
+        if slot is None:
+            return
+        share = self._share(attempt_id, encoder_id, self._encoders, slot)
+        self._change(share, load.seconds, 1)
+        share.encodings.append(load)
+        self._encoders.add_pending(slot, load.seconds, load.key, load.decode_s)
+        for mm_hash, done_s in load.hash_to_done_s.items():
+            flights = self._hash_to_flights.setdefault(mm_hash, {})
+            flight = flights.setdefault(encoder_id, _Flight(slot, done_s))
+            flight.users.append(attempt_id)
+            share.flights.append(mm_hash)
+
+    def features(self, mm_hash: MmHash, now: float, attempt_id: AttemptId) -> list[tuple[int, float]]:
+        """Returns the encoder slots that make the feature for another attempt than this one, with the seconds until it
+        is complete."""
+        flights = self._hash_to_flights.get(mm_hash)
+        if not flights:
+            return []
+        others = [each for each in flights.values() if any(user != attempt_id for user in each.users)]
+        return [(each.slot, max(each.done_s - now, 0.0)) for each in others]
+
+    def promised_blocks(self, scheme: KvScheme, hashes: bytes, depths: Floats) -> bool:
+        """Raises `depths`, which is indexed by worker slot, to the leading blocks that each worker computes, or has
+        computed, for an attempt that has not ended. Returns whether there are any."""
+        prompts = self._prompts.get(scheme)
+        return prompts is not None and prompts.raise_depths(hashes, depths)
 
     def acknowledge(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> None:
         """Records that the member's report contains these attempts."""
         for attempt_id in attempt_ids:
             share = self._attempt_to_shares.get(attempt_id, {}).get(member_id)
             if share is not None:
-                self._settle(member_id, share)
+                self._settle(share)
 
     def end(self, attempt_id: AttemptId) -> None:
         """Ends the attempt on all members."""
         for member_id, share in self._attempt_to_shares.pop(attempt_id, {}).items():
-            self._drop(member_id, share)
+            self._drop(attempt_id, member_id, share)
 
     def end_at(self, attempt_id: AttemptId, member_id: MemberId) -> None:
         """Ends the attempt on one member, as when an encoder has delivered."""
         shares = self._attempt_to_shares.get(attempt_id, {})
-        self._drop(member_id, shares.pop(member_id, None))
+        share = shares.pop(member_id, None)
+        if share is not None:
+            self._drop(attempt_id, member_id, share)
         if not shares:
             self._attempt_to_shares.pop(attempt_id, None)
 
     def forget_member(self, member_id: MemberId) -> None:
-        """Drops all load of a member that has left."""
-        if self._member_to_load.pop(member_id, None) is None:
-            return
+        """Drops all load of a member that leaves; it must be called while the member still has its slot."""
         for attempt_id in [attempt for attempt, shares in self._attempt_to_shares.items() if member_id in shares]:
-            del self._attempt_to_shares[attempt_id][member_id]
-            if not self._attempt_to_shares[attempt_id]:
-                del self._attempt_to_shares[attempt_id]
+            self.end_at(attempt_id, member_id)
 
     def check_invariants(self) -> None:
-        """Raises AssertionError unless the sums equal the shares."""
-        sums: dict[MemberId, MemberLoad] = {member_id: MemberLoad() for member_id in self._member_to_load}
-        for shares in self._attempt_to_shares.values():
-            assert shares, "an attempt without shares is dropped"
-            for member_id, share in shares.items():
-                load = sums[member_id]
-                load.num_open += 1
-                load.open_units += share.units
-                load.num_pending += share.is_pending
-                load.pending_units += share.pending_units
-                load.pending_blocks += share.pending_blocks
-        assert sums == self._member_to_load, (sums, self._member_to_load)
+        """Raises AssertionError unless the columns equal the sums of the shares."""
+        for columns in (self._workers, self._encoders):
+            shares = [s for each in self._attempt_to_shares.values() for s in each.values() if s.columns is columns]
+            for slot in range(len(columns)):
+                own = [share for share in shares if share.slot == slot]
+                pending = [share for share in own if share.is_pending]
+                found = [columns.num_open[slot], columns.num_pending[slot]]
+                assert found == [len(own), len(pending)], (slot, found, len(own), len(pending))
+                sums = [sum(share.units for share in own), sum(share.pending_units for share in pending)]
+                assert np.allclose([columns.open_units[slot], columns.pending_units[slot]], sums), (slot, sums)
+        assert all(self._attempt_to_shares.values()), "an attempt without shares is dropped"
+        used = {mm_hash for each in self._attempt_to_shares.values() for s in each.values() for mm_hash in s.flights}
+        assert used == set(self._hash_to_flights), "a flight lives as long as an attempt uses it"
 
-    def _settle(self, member_id: MemberId, share: _Share) -> None:
+    # ------------------------------------------------------------ inside
+
+    def _share(
+        self, attempt_id: AttemptId, member_id: MemberId, columns: WorkerColumns | EncoderColumns, slot: int
+    ) -> _Share:
+        """Returns the attempt's share on a member. If more of an attempt goes to the same member, the share grows, and
+        the new part is pending."""
+        shares = self._attempt_to_shares.setdefault(attempt_id, {})
+        share = shares.get(member_id)
+        if share is None:
+            share = shares[member_id] = _Share(columns, slot)
+            columns.num_open[slot] += 1
+        if not share.is_pending:
+            share.is_pending = True
+            columns.num_pending[slot] += 1
+        return share
+
+    def _change(self, share: _Share, units: float, sign: int) -> None:
+        share.units += sign * units
+        share.pending_units += sign * units
+        share.columns.open_units[share.slot] += sign * units
+        share.columns.pending_units[share.slot] += sign * units
+
+    def _settle(self, share: _Share) -> None:
+        """Ends the pending part of a share."""
         if not share.is_pending:
             return
-        load = self._member_to_load[member_id]
-        load.num_pending -= 1
-        load.pending_units -= share.pending_units
-        load.pending_blocks -= share.pending_blocks
-        share.pending_units = share.pending_blocks = 0
+        columns, slot = share.columns, share.slot
         share.is_pending = False
+        columns.num_pending[slot] -= 1
+        columns.pending_units[slot] -= share.pending_units
+        if not columns.num_pending[slot]:  # Sums of floats leave remainders.
+            columns.pending_units[slot] = 0.0
+        share.pending_units = 0.0
+        if isinstance(columns, WorkerColumns):
+            columns.pending_blocks[slot] -= share.num_blocks
+        else:
+            for load in share.encodings:
+                columns.add_pending(slot, -load.seconds, load.key, -load.decode_s)
+        share.num_blocks = 0
+        share.encodings.clear()
 
-    def _drop(self, member_id: MemberId, share: _Share | None) -> None:
-        if share is None:
-            return
-        self._settle(member_id, share)
-        load = self._member_to_load[member_id]
-        load.num_open -= 1
-        load.open_units -= share.units
+    def _drop(self, attempt_id: AttemptId, member_id: MemberId, share: _Share) -> None:
+        self._settle(share)
+        columns, slot = share.columns, share.slot
+        columns.num_open[slot] -= 1
+        columns.open_units[slot] -= share.units
+        if not columns.num_open[slot]:
+            columns.open_units[slot] = 0.0
+        for mm_hash in share.flights:
+            flights = self._hash_to_flights[mm_hash]
+            flights[member_id].users.remove(attempt_id)
+            if not flights[member_id].users:
+                del flights[member_id]
+            if not flights:
+                del self._hash_to_flights[mm_hash]
+        if share.prompts is not None:
+            share.prompts.remove(share.prompt, slot)
 
 
-@dataclass(slots=True)
-class MemberLoad:
-    """Holds sums over one member's attempts; the units are tokens or patches."""
-
-    num_open: int = 0
-    open_units: int = 0
-    num_pending: int = 0
-    pending_units: int = 0
-    pending_blocks: int = 0
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Share:
     """A `_Share` is the load of one attempt on one member."""
 
-    units: int = 0
-    pending_units: int = 0
-    pending_blocks: int = 0
+    columns: WorkerColumns | EncoderColumns
+    slot: int
+    units: float = 0.0
+    pending_units: float = 0.0
+    num_blocks: int = 0
     is_pending: bool = False
+    encodings: list[EncoderShare] = field(default_factory=list)
+    """Holds the pending work on an encoder."""
+    flights: list[MmHash] = field(default_factory=list)
+    prompts: _Prompts | None = None
+    prompt: Sequence[bytes] = ()
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A `_Flight` is a feature that an encoder makes for open attempts."""
+
+    slot: int
+    done_s: float
+    users: list[AttemptId] = field(default_factory=list)
+    """Holds an open attempt once for each of its encodings."""
+
+
+_STRIDE = 8
+"""Prompts in flight are known at each block whose number is a multiple of this, so that a dispatch costs little."""
+
+
+class _Prompts:
+    """Keeps the prompts of one scheme that workers compute for open attempts, by the hash of every eighth block."""
+
+    def __init__(self) -> None:
+        self._hash_to_slots: dict[bytes, dict[int, int]] = {}
+        """Maps a block's hash to the worker slots that compute it, each with the number of attempts."""
+
+    def add(self, hashes: bytes, slot: int) -> Sequence[bytes]:
+        """Adds a prompt and returns the hashes by which `remove` removes it."""
+        marks = self._marks(hashes)
+        for mark in marks:
+            slots = self._hash_to_slots.setdefault(mark, {})
+            slots[slot] = slots.get(slot, 0) + 1
+        return marks
+
+    def remove(self, marks: Sequence[bytes], slot: int) -> None:
+        for mark in marks:
+            slots = self._hash_to_slots[mark]
+            slots[slot] -= 1
+            if not slots[slot]:
+                del slots[slot]
+            if not slots:
+                del self._hash_to_slots[mark]
+
+    def raise_depths(self, hashes: bytes, depths: Floats) -> bool:
+        is_found = False
+        for number, mark in enumerate(self._marks(hashes), start=1):
+            slots = self._hash_to_slots.get(mark)
+            if slots is None:
+                break  # A block's hash contains those before it, so no later block is known either.
+            is_found = True
+            for slot in slots:
+                depths[slot] = max(depths[slot], number * _STRIDE)
+        return is_found
+
+    @staticmethod
+    def _marks(hashes: bytes) -> list[bytes]:
+        step = _STRIDE * KV_HASH_BYTES
+        return [hashes[end - KV_HASH_BYTES : end] for end in range(step, len(hashes) + 1, step)]

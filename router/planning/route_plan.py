@@ -1,342 +1,519 @@
 """Chooses the route of a request: `plan_route` takes the worker with the earliest first token, each worker with the
 encoders that suit it best. `plan_encoding` chooses encoders alone, for items that a worker needs after all.
 
-A `Search` takes the workers in order of a lower bound (their queue and their prefill, as if no medium had to be waited
-for) until the bound alone is worse than the scores found so far. So the pruned search finds what the full one would
-find. The score of a worker `w` is the time to first token that it would need; `walk` computes it over the spans of the
-prompt, in order:
+The score of a worker `w` is the time to first token that it would need. A walk over the spans of the prompt gives it:
 
-    t = time until w can start (its queue: see `waiting`)
+    t = time until w can start (its queue: see `predictions`)
     for each span not covered by w's KV prefix:
         text span:   t = t + prefill_w(length, context)
         media unit:  t = max(t, land(unit, w)) + prefill_w(length, context)
     ttft(w) = t + first_token_w
 
 Text ahead of a medium overlaps with the medium's encoding, because `t` advances meanwhile; with no text ahead of it,
-the walk is the plain sum of encoding, transfer and prefill. All functions are pure functions of frozen values; chance
-enters only as the snapshot's `tie_break`. The module knows nothing of how the views come about, or of how waits and
-landing times are predicted.
+the walk is the plain sum of encoding, transfer and prefill. The walk has a closed form, with p the time per weighted
+token, so that all workers are scored at once:
+
+    end = max(start + p * all missing tokens, max over units u of (land_u + p * tokens from u's first missing one on))
+
+Workers that lack the same items and have the same links to all encoders share their landing times, which are one row of
+`landings`. The functions change nothing and have no clock; chance enters as an argument. The module knows nothing of
+how the columns come about, or of how waits and landing times are predicted.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fabric.contracts import MediaItem, MemberId, NoCapacity, weighted_tokens
-from router.planning.link_classes import machine
-from router.planning.predictions import Landings, PlacementNeed, Waiting, idle_pace, land_items, waiting
-from router.planning.views import (
-    Assignment,
-    CandidateTerms,
-    ClusterView,
-    EncoderView,
-    Explanation,
-    ItemTerms,
-    Line,
-    RoutePlan,
-    RouteQuery,
-    WorkerView,
-    link_class,
+import numpy as np
+import numpy.typing as npt
+
+from fabric.contracts import MediaItem, MemberId, MmHash, NoCapacity
+from router.planning.landing_search import NONE, Improved, LandingGoal, LandingProblem, LandingRows
+from router.planning.landings import MAX_TRIALS, improve, land_rows
+from router.planning.member_columns import (
+    Bytes,
+    EncoderColumns,
+    Flags,
+    Floats,
+    LinkPatterns,
+    WorkerColumns,
+    decoder_waits_s,
+    idle_pace,
 )
+from router.planning.predictions import await_landings, device_waits, worker_times
+from router.planning.vector_predictions import MediaRuns, RequestSize, WorkerTimes
+from router.planning.views import Assignment, CandidateTerms, Explanation, ItemTerms, RoutePlan, RouteQuery
+
+Ints = npt.NDArray[np.int64]
 
 
-def plan_route(query: RouteQuery, snapshot: ClusterView, now: float) -> RoutePlan:
+class PlanSettings(NamedTuple):
+    """Holds the settings of the choice; `PlannerSettings` explains them."""
+
+    stale_after_s: float = 3.0
+    tolerance: float = 0.02
+    affinity_limit_s: float = 10.0
+    exploration: float = 0.0
+    num_alternatives: int = 3
+
+
+class ClusterColumns(NamedTuple):
+    """Holds everything that plans read of the members."""
+
+    workers: WorkerColumns
+    encoders: EncoderColumns
+    patterns: LinkPatterns
+    links: Floats
+    """Holds alpha and beta of each link class, with shape `(link classes, 2)`."""
+    modality_to_row: Mapping[str, int]
+    """Maps a modality to its row in `EncoderColumns.rates`, from 1. No encoder is able to take what has row 0."""
+    context_scale_tokens: float
+
+
+class QueryHints(NamedTuple):
+    """Holds what the indexes, and this router's own dispatches, say of one query."""
+
+    depths: npt.NDArray[np.int32]
+    """Counts the leading blocks of the prompt that each worker's KV holds. Has shape `(worker slots,)`."""
+    promised_tokens: Floats | None = None
+    """Counts the leading tokens of the prompt that each worker holds or computes already for another request; None if
+    no request in flight begins like this one."""
+    encoder_ready: Mapping[MmHash, Sequence[tuple[int, float]]] = {}
+    """Maps a hash to the encoder slots that have the features, or make them, with the seconds until they are
+    complete."""
+    worker_kept: Mapping[MmHash, Sequence[int]] = {}
+    """Maps a hash to the slots of the workers that keep its features."""
+
+
+class Chance(NamedTuple):
+    """Holds the random numbers of one plan, in [0, 1)."""
+
+    tie_break: float = 0.0
+    explore: float = 1.0
+
+
+def plan_route(
+    query: RouteQuery,
+    columns: ClusterColumns,
+    hints: QueryHints,
+    now: float,
+    settings: PlanSettings,
+    chance: Chance,
+) -> RoutePlan:
     """Returns the plan with the earliest predicted first token: a worker, and an encoder for each item that the worker
-    lacks. Of workers that are near-equal, it takes one with the fewest open attempts; `tie_break` decides among those.
+    lacks. Of workers that are near-equal, it takes one with the fewest open attempts; chance decides among those.
 
     Raises NoCapacity if there is no worker, or if no encoder can take a modality; the error then names the modality.
     """
-    search = Search.of(query, snapshot)
-    scored = search.run()
-    best_s = min(candidate.ttft_s for candidate in scored)
-    near = [candidate for candidate in scored if candidate.ttft_s <= best_s + search.tolerance_s]
-    fewest = min(candidate.worker.num_open for candidate in near)
-    near = [candidate for candidate in near if candidate.worker.num_open == fewest]
-    winner = near[int(snapshot.tie_break * len(near))]
-    others = [candidate for candidate in scored if candidate is not winner]
-    runner_up = min(others, key=lambda candidate: candidate.ttft_s, default=None)
-    items = winner.landings.items
-    missing = {terms.item_index for terms in items}
-    return RoutePlan(
-        attempt_id=query.attempt_id,
-        worker_id=winner.worker.worker_id,
-        worker_address=winner.worker.address,
-        assignments=tuple(Assignment(terms.item_index, terms.encoder_id) for terms in items),
-        covered_items=tuple(item.index for item in query.media if item.index not in missing),
-        predicted_ttft_s=winner.ttft_s,
-        lower_bound_s=search.lower_bound_s(winner),
-        explanation=Explanation(
-            winner=winner.terms(),
-            runner_up=runner_up.terms() if runner_up else None,
-            num_workers=len(search.bounds),
-            num_scored=len(scored),
-            num_near_equal=len(near),
-        ),
-        planned_at_s=now,
-    )
+    return RouteSearch(query, columns, hints, now, settings, chance).plan()
 
 
 def plan_encoding(
-    query: RouteQuery, worker_id: MemberId, item_indexes: Sequence[int], snapshot: ClusterView
+    query: RouteQuery,
+    worker_id: MemberId,
+    item_indexes: Sequence[int],
+    columns: ClusterColumns,
+    hints: QueryHints,
+    now: float,
+    settings: PlanSettings,
+    chance: Chance,
 ) -> tuple[ItemTerms, ...]:
     """Returns encoders, chosen by the same landing times, for items that a worker needs after all (because it evicted
     them, or because an encoder is lost).
 
     Raises NoCapacity, naming the modality, if no encoder can take it.
     """
-    options = encoder_options(query, snapshot)
-    items = [item for item in query.media if item.index in set(item_indexes)]
-    for item in items:
-        if not options[item.index]:
-            raise NoCapacity(f"no encoder is available for {item.modality}")
-    host = next((worker.host for worker in snapshot.workers if worker.worker_id == worker_id), "")
-    links = {encoder.encoder_id: snapshot.links[link_class(encoder.host, host)] for encoder in snapshot.encoders}
-    return land_items(items, options, links, query.feature_row_bytes).items
+    return RouteSearch(query, columns, hints, now, settings, chance).plan_encoding(worker_id, frozenset(item_indexes))
 
 
-def encoder_options(query: RouteQuery, snapshot: ClusterView) -> dict[int, list[EncoderView]]:
-    """Returns, per medium, the encoders that support its modality. The list starts at a random encoder, because equal
-    ones are taken in its order."""
-    encoders = [encoder for encoder in snapshot.encoders if encoder.encoder_id not in query.excluded]
-    first = int(snapshot.tie_break * len(encoders))
-    turned = encoders[first:] + encoders[:first]
-    return {item.index: [e for e in turned if item.modality in e.modalities] for item in query.media}
+class RouteSearch:
+    """A `RouteSearch` is one query against the columns at one moment."""
 
+    def __init__(
+        self,
+        query: RouteQuery,
+        columns: ClusterColumns,
+        hints: QueryHints,
+        now: float,
+        settings: PlanSettings,
+        chance: Chance,
+    ) -> None:
+        self._query, self._columns, self._hints = query, columns, hints
+        self._now, self._settings, self._chance = now, settings, chance
+        self._prompt = _cut(query)
 
-# ------------------------------------------------------------ the search
+    # ------------------------------------------------------------ the plan
 
-_ROUNDING = 1e-9
-"""A bound may exceed the scores found so far by this relative amount before the search stops, because bounds and scores
-add the same terms in a different order."""
-
-
-@dataclass(frozen=True, slots=True)
-class Search:
-    """A `Search` is one query against one snapshot. `known` caches landings: workers that lack the same items and reach
-    the encoders over the same links have the same ones."""
-
-    query: RouteQuery
-    snapshot: ClusterView
-    prompt: ScoredPrompt
-    options: Mapping[int, Sequence[EncoderView]]
-    bounds: Sequence[Bound]
-    tolerance_s: float
-    encoder_machines: frozenset[str]
-    known: dict[tuple[tuple[int, ...], str], Landings] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, query: RouteQuery, snapshot: ClusterView) -> Search:
-        prompt = cut(query, snapshot.context_scale_tokens)
-        options = encoder_options(query, snapshot)
-        workers = [worker for worker in snapshot.workers if worker.worker_id not in query.excluded]
-        if not workers:
-            raise NoCapacity("no worker is available")
-        bounds = [_bound(worker, prompt, snapshot.block_size) for worker in workers]
-        if any(not encoders for encoders in options.values()):
-            bounds = [b for b in bounds if all(options[item.index] for item in prompt.missing_items(b.covered))]
-        if not bounds:
-            modalities = sorted({item.modality for item in query.media if not options[item.index]})
-            raise NoCapacity(f"no encoder is available for {', '.join(modalities)}")
-        bounds.sort(key=lambda bound: bound.bound_s)
-        own_s = min(bound.own_s for bound in bounds)
-        machines = frozenset(machine(encoder.host) for encoder in snapshot.encoders)
-        return cls(query, snapshot, prompt, options, bounds, snapshot.tolerance * own_s, machines)
-
-    def run(self, prune: bool = True) -> list[Candidate]:
-        """Scores workers and returns them as candidates. With `prune`, it scores all that could be the best, near-equal
-        to the best or the second best; otherwise it scores all."""
-        scored: list[Candidate] = []
-        best_s = second_s = float("inf")
-        for bound in self.bounds:
-            limit_s = max(best_s + self.tolerance_s, second_s)
-            if prune and bound.bound_s > limit_s * (1.0 + _ROUNDING):
-                break
-            candidate = self._score(bound)
-            scored.append(candidate)
-            best_s, second_s = sorted((best_s, second_s, candidate.ttft_s))[:2]
-        return scored
-
-    def lower_bound_s(self, candidate: Candidate) -> float:
-        """Returns the time to first token on this worker with every queue empty and the encoders chosen again for that
-        case. If the encoders as they were chosen give less, it returns that: a greedy choice may be worse on empty
-        queues than on full ones."""
-        worker, missing = candidate.worker, self.prompt.missing_items(candidate.covered)
-        idle = {
-            item.index: [e._replace(queued_cost=0, queue=None) for e in self.options[item.index]] for item in missing
-        }
-        idle_landings = land_items(missing, idle, self.links_to(worker.host), self.query.feature_row_bytes)
-        pace = idle_pace(worker, _need(worker, self.prompt, candidate.covered, self.snapshot.block_size))
-
-        def end_s(landings: Landings) -> float:
-            return walk(self.prompt, candidate.covered, 0.0, pace.per_unit_s, landings.unit_to_landing_s).end_s
-
-        return min(end_s(idle_landings), end_s(candidate.landings)) + pace.base_s
-
-    def landings(self, items: Sequence[MediaItem], host: str) -> Landings:
-        """Returns the landings of these items at a worker on `host`."""
-        if not items:
-            return Landings((), {})
-        key = tuple(item.index for item in items), host if machine(host) in self.encoder_machines else ""
-        if key not in self.known:
-            self.known[key] = land_items(items, self.options, self.links_to(host), self.query.feature_row_bytes)
-        return self.known[key]
-
-    def links_to(self, host: str) -> dict[MemberId, Line]:
-        links = self.snapshot.links
-        return {encoder.encoder_id: links[link_class(encoder.host, host)] for encoder in self.snapshot.encoders}
-
-    def _score(self, bound: Bound) -> Candidate:
-        worker, covered, ahead = bound.worker, bound.covered, bound.waiting
-        landings = self.landings(self.prompt.missing_items(covered), worker.host)
-        start_s, pace = ahead.queue_s + ahead.shared_s, ahead.pace
-        walked = walk(self.prompt, covered, start_s, pace.per_unit_s, landings.unit_to_landing_s)
-        num_prefill_tokens = self.prompt.num_tokens - covered
-        ttft_s = walked.end_s + pace.base_s
-        return Candidate(worker, covered, num_prefill_tokens, ahead, walked.prefill_s, walked.held_s, ttft_s, landings)
-
-
-class Candidate(NamedTuple):
-    """A `Candidate` is a worker with its score."""
-
-    worker: WorkerView
-    covered: int
-    num_prefill_tokens: int
-    waiting: Waiting
-    prefill_s: float
-    held_s: float
-    ttft_s: float
-    landings: Landings
-
-    def terms(self) -> CandidateTerms:
-        return CandidateTerms(
-            worker_id=self.worker.worker_id,
-            covered_tokens=self.covered,
-            num_prefill_tokens=self.num_prefill_tokens,
-            queue_s=self.waiting.queue_s,
-            prefill_s=self.waiting.shared_s + self.prefill_s,
-            held_s=self.held_s,
-            first_token_s=self.waiting.pace.base_s,
-            ttft_s=self.ttft_s,
-            items=self.landings.items,
+    def plan(self) -> RoutePlan:
+        """Returns the plan. Raises NoCapacity."""
+        query, workers = self._query, self._columns.workers
+        scores = self.score()
+        winner, is_explored, num_near = self._choose(scores)
+        best = self._improved(scores, winner)
+        terms = self._terms(scores, winner, best)
+        others = self._next_best(scores, winner)
+        alternatives = tuple(self._terms(scores, slot, self._improved(scores, slot, max_trials=0)) for slot in others)
+        assigned = {each.item_index for each in terms.items}
+        member = workers.members[winner]
+        assert member is not None, "a usable slot has a member"
+        return RoutePlan(
+            attempt_id=query.attempt_id,
+            worker_id=member.member_id,
+            worker_address=member.address,
+            assignments=tuple(Assignment(each.item_index, each.encoder_id) for each in terms.items),
+            covered_items=tuple(item.index for item in query.media if item.index not in assigned),
+            predicted_ttft_s=terms.ttft_s,
+            lower_bound_s=min(self._lower_bound_s(scores, winner, best), terms.ttft_s),
+            explanation=Explanation(
+                winner=terms,
+                runner_up=alternatives[0] if alternatives else None,
+                num_workers=int(np.count_nonzero(scores.ttft_s < np.inf)),
+                num_near_equal=num_near,
+                alternatives=alternatives,
+                is_explored=is_explored,
+            ),
+            planned_at_s=self._now,
         )
 
+    def plan_encoding(self, worker_id: MemberId, item_indexes: frozenset[int]) -> tuple[ItemTerms, ...]:
+        """Returns the terms of these items. Raises NoCapacity."""
+        media = self._media(item for item in self._query.media if item.index in item_indexes)
+        problem = self._problem(media)
+        slot = self._columns.workers.member_to_slot.get(worker_id)
+        patterns = self._columns.patterns
+        if slot is None:  # The links to an unknown worker are those of the most distant class.
+            classes = np.full(self._columns.encoders.capacity, len(self._columns.links) - 1, np.uint8)
+        else:
+            classes = patterns.classes[patterns.pattern_of_worker[slot]]
+        lacks = np.ones(problem.num_items, np.uint8)
+        rows = land_rows(problem, classes[None, :], lacks[None, :])
+        if (rows.encoders == NONE).any():
+            raise self._no_encoder(media)
+        goal = LandingGoal(0.0, 0.0, np.zeros(problem.num_units))
+        return self._item_terms(media, problem, improve(problem, classes, lacks, rows.encoders[0], goal), classes)
 
-class Bound(NamedTuple):
-    """A `Bound` is a worker that could serve the request, with the least time that it needs."""
+    # ------------------------------------------------------------ the scores
 
-    bound_s: float
-    own_s: float
-    """This is the part of `bound_s` without the work that is ahead of the request."""
-    covered: int
-    waiting: Waiting
-    worker: WorkerView
+    def score(self) -> WorkerScores:
+        """Scores all workers that the request may use. Raises NoCapacity."""
+        workers, query, prompt = self._columns.workers, self._query, self._prompt
+        num = len(workers)
+        is_usable = workers.usable(query.excluded, self._now)
+        if not is_usable.any():
+            raise NoCapacity("no worker is available")
+        size = RequestSize(
+            query.token_count, self._columns.context_scale_tokens, self._hints.depths, self._hints.promised_tokens
+        )
+        times = worker_times(workers, size, self._now, self._settings.stale_after_s)
+        end_s, landed = times.start_s + times.own_s, None
+        if prompt.last_media_end > 0 and (times.held[is_usable] < prompt.last_media_end).any():
+            landed = self._land(times.held)
+            await_landings(times, landed.rows.landings_s, landed.row_of_worker, landed.media.runs, end_s)
+            is_usable = is_usable & landed.is_possible
+            if not is_usable.any():
+                raise self._no_encoder(landed.media)
+        ttft_s = end_s + times.last_s + workers.delivery_s[:num]
+        ttft_s[~is_usable] = np.inf
+        least_own_s = float((times.own_s + times.last_s)[is_usable].min())
+        return WorkerScores(times, ttft_s, least_own_s, landed)
+
+    def _land(self, held: Floats) -> Landed:
+        """Predicts the landings at all workers."""
+        patterns, media = self._columns.patterns, self._media(self._query.media)
+        problem = self._problem(media)
+        lacks = media.ends[None, :] > held[:, None]
+        for number, item in enumerate(media.items):
+            for slot in self._hints.worker_kept.get(item.mm_hash, ()):
+                lacks[slot, number] = False
+        pattern = patterns.pattern_of_worker
+        if lacks.all():
+            keys = pattern
+        elif len(media.items) < 40:
+            keys = pattern + (lacks @ (1 << np.arange(len(media.items)))) * len(patterns.classes)
+        else:
+            key_of_row: dict[bytes, int] = {}
+            packed = np.packbits(lacks, axis=1)
+            numbers = [key_of_row.setdefault(row.tobytes(), len(key_of_row)) for row in packed]
+            keys = pattern + len(patterns.classes) * np.array(numbers, np.int64)
+        _, first, row_of_worker = np.unique(keys, return_index=True, return_inverse=True)
+        lacks_of_row = lacks[first].astype(np.uint8)
+        classes = patterns.classes[pattern[first]]
+        rows = land_rows(problem, classes, lacks_of_row)
+        is_possible = ~((rows.encoders == NONE) & (lacks_of_row > 0)).any(axis=1)
+        return Landed(media, problem, rows, classes, lacks_of_row, row_of_worker, is_possible[row_of_worker])
+
+    def _choose(self, scores: WorkerScores) -> tuple[int, bool, int]:
+        """Returns the slot of the chosen worker, whether it was chosen to explore, and how many were near-equal."""
+        settings, chance, workers = self._settings, self._chance, self._columns.workers
+        choice_s = scores.ttft_s
+        is_full = scores.times.queue_s > settings.affinity_limit_s
+        if is_full.any():  # A prefix binds no request to a worker whose queue is this long.
+            num_tokens, scale = self._query.token_count, self._columns.context_scale_tokens
+            whole = num_tokens * (1.0 + 0.5 * num_tokens / scale)
+            choice_s = choice_s + is_full * scores.times.s_per_token * (whole - scores.times.weighted)
+        best_s = float(choice_s.min())
+        if chance.explore < settings.exploration:
+            near = np.flatnonzero(choice_s <= EXPLORED * best_s)
+            return int(near[int(chance.tie_break * len(near))]), True, len(near)
+        near = np.flatnonzero(choice_s <= best_s + settings.tolerance * scores.least_own_s)
+        if len(near) > 1:
+            num_open = workers.num_open[near]
+            near = near[num_open == num_open.min()]
+        return int(near[int(chance.tie_break * len(near))]), False, len(near)
+
+    def _next_best(self, scores: WorkerScores, winner: int) -> list[int]:
+        """Returns the slots of the best other workers, the best first."""
+        num = min(self._settings.num_alternatives + 1, len(scores.ttft_s))
+        best = np.argpartition(scores.ttft_s, num - 1)[:num]
+        ordered: list[int] = best[np.argsort(scores.ttft_s[best])].tolist()
+        usable = [slot for slot in ordered if slot != winner and scores.ttft_s[slot] < np.inf]
+        return usable[: self._settings.num_alternatives]
+
+    def _improved(self, scores: WorkerScores, slot: int, max_trials: int = MAX_TRIALS) -> Improved | None:
+        """Returns the encoders for one worker, or None if it lacks nothing."""
+        landed = scores.landed
+        if landed is None:
+            return None
+        row, times = landed.row_of_worker[slot], scores.times
+        behind = landed.media.behind(float(times.covered[slot]), float(times.weighted[slot]))
+        least_s = float(times.start_s[slot] + times.own_s[slot])
+        goal = LandingGoal(least_s, float(times.s_per_token[slot]), behind)
+        classes, lacks, encoders = landed.classes[row], landed.lacks[row], landed.rows.encoders[row]
+        return improve(landed.problem, classes, lacks, encoders, goal, max_trials)
+
+    def _lower_bound_s(self, scores: WorkerScores, slot: int, best: Improved | None) -> float:
+        """Returns the time to first token on this worker with every queue empty and the encoders chosen again for that
+        case. If the encoders as they were chosen give less, it returns that."""
+        workers = self._columns.workers
+        covered, weighted = float(scores.times.covered[slot]), float(scores.times.weighted[slot])
+        num_tokens = int(self._query.token_count - covered)
+        s_per_token, last_s = idle_pace(workers, slot, num_tokens, weighted)
+        end_s, landed = s_per_token * weighted, scores.landed
+        if landed is not None and best is not None:
+            behind = landed.media.behind(covered, weighted)
+            row = slice(landed.row_of_worker[slot], landed.row_of_worker[slot] + 1)
+            idle = land_rows(landed.problem.idle(), landed.classes[row], landed.lacks[row])
+            awaited_s = min(
+                float((each + s_per_token * behind).max()) for each in (idle.landings_s[0], best.landings_s)
+            )
+            end_s = max(end_s, awaited_s)
+        return end_s + last_s + float(workers.delivery_s[slot])
+
+    # ------------------------------------------------------------ media
+
+    def _media(self, items: Iterable[MediaItem]) -> LackedMedia:
+        """Returns the different media of some items: a medium that occurs twice is encoded, and lands, once."""
+        hash_to_number: dict[MmHash, int] = {}
+        unique: list[MediaItem] = []
+        index_to_number: dict[int, int] = {}
+        for item in items:
+            if item.mm_hash not in hash_to_number:
+                hash_to_number[item.mm_hash] = len(unique)
+                unique.append(item)
+            index_to_number[item.index] = hash_to_number[item.mm_hash]
+        first_unit = np.cumsum([0, *(len(item.unit_tokens) for item in unique)])
+        runs = [run for run in self._query.placeholders if run.length > 0 and run.item in index_to_number]
+        ends = np.zeros(len(unique))
+        for run in runs:
+            number = index_to_number[run.item]
+            ends[number] = max(ends[number], run.end)
+        num_tokens, scale = self._query.token_count, self._columns.context_scale_tokens
+        offsets = np.array([run.offset for run in runs], np.float64)
+        rest = num_tokens - offsets
+        return LackedMedia(
+            items=unique,
+            first_unit=first_unit,
+            ends=ends,
+            runs=MediaRuns(
+                unit=np.array([first_unit[index_to_number[run.item]] + run.unit for run in runs], np.int64),
+                end=np.array([run.end for run in runs], np.float64),
+                behind=rest * (1.0 + (offsets + 0.5 * rest) / scale),
+            ),
+            index_to_number=index_to_number,
+        )
+
+    def _problem(self, media: LackedMedia) -> LandingProblem:
+        """Returns the landing problem of some media with the encoders as they are now."""
+        encoders, query, now = self._columns.encoders, self._query, self._now
+        num, items = len(encoders), media.items
+        stale_after_s = self._settings.stale_after_s
+        waits = device_waits(encoders, now, stale_after_s, query.priority)
+        is_able = encoders.is_able * (encoders.barred_until_s <= now)
+        for member_id in query.excluded:
+            if (slot := encoders.member_to_slot.get(member_id)) is not None:
+                is_able[:, slot] = 0
+        ready_s = np.full((len(items), encoders.capacity), -1.0)
+        for number, item in enumerate(items):
+            for slot, seconds in self._hints.encoder_ready.get(item.mm_hash, ()):
+                if now - encoders.report_at_s[slot] <= stale_after_s or not encoders.is_reported[slot]:
+                    ready_s[number, slot] = seconds
+        shares, nbytes = [], []
+        for item in items:
+            per_row = query.feature_row_bytes * max(item.num_levels, 1)
+            total, done = max(item.num_tokens, 1), 0
+            for tokens in item.unit_tokens:
+                done += tokens
+                shares.append(done / total)
+                nbytes.append(tokens * per_row)
+        rows = self._columns.modality_to_row
+        return LandingProblem(
+            num_encoders=num,
+            modality=np.array([rows.get(item.modality, 0) for item in items], np.int64),
+            cost=np.array([item.cost for item in items], np.float64),
+            first_unit=media.first_unit,
+            unit_share=np.array(shares, np.float64),
+            unit_bytes=np.array(nbytes, np.float64),
+            rates=encoders.rates,
+            is_able=is_able,
+            decoder_free_s=decoder_waits_s(encoders, now, is_long=any(len(item.unit_tokens) > 1 for item in items)),
+            num_decoders=encoders.num_decoders.astype(np.int64),
+            waits_s=waits.waits_s,
+            bin_sizes_s=waits.sizes_s,
+            ready_s=ready_s,
+            alpha_s=self._columns.links[:, 0].copy(),
+            s_per_byte=self._columns.links[:, 1].copy(),
+            first=int(self._chance.tie_break * num),
+        )
+
+    def _no_encoder(self, media: LackedMedia) -> NoCapacity:
+        problem = self._problem(media)
+        num_able = np.count_nonzero(problem.is_able[problem.modality, : problem.num_encoders], axis=1).tolist()
+        names = sorted({item.modality for item, num in zip(media.items, num_able, strict=True) if not num})
+        return NoCapacity(f"no encoder is available for {', '.join(names)}")
+
+    # ------------------------------------------------------------ explanations
+
+    def _terms(self, scores: WorkerScores, slot: int, best: Improved | None) -> CandidateTerms:
+        member = self._columns.workers.members[slot]
+        assert member is not None, "a scored slot has a member"
+        times, landed = scores.times, scores.landed
+        items: tuple[ItemTerms, ...] = ()
+        end_s = least_s = float(scores.times.start_s[slot] + scores.times.own_s[slot])
+        if landed is not None and best is not None:
+            end_s = max(end_s, best.end_s)
+            classes, held = landed.classes[landed.row_of_worker[slot]], float(scores.times.held[slot])
+            items = self._item_terms(landed.media, landed.problem, best, classes, held)
+        delivery_s, last_s = float(self._columns.workers.delivery_s[slot]), float(times.last_s[slot])
+        return CandidateTerms(
+            worker_id=member.member_id,
+            covered_tokens=int(scores.times.covered[slot]),
+            num_prefill_tokens=int(self._query.token_count - scores.times.covered[slot]),
+            queue_s=float(times.queue_s[slot]),
+            prefill_s=float(times.shared_s[slot] + scores.times.own_s[slot]),
+            held_s=end_s - least_s,
+            first_token_s=last_s,
+            ttft_s=end_s + last_s + delivery_s,
+            items=items,
+            delivery_s=delivery_s,
+        )
+
+    def _item_terms(
+        self, media: LackedMedia, problem: LandingProblem, best: Improved, classes: Bytes, held: float = -1.0
+    ) -> tuple[ItemTerms, ...]:
+        """Returns the terms of the items that a worker lacks, in order of index. Of the items with one content, the
+        first one has the costs."""
+        found: list[ItemTerms] = []
+        seen: set[int] = set()
+        ends = self._prompt.item_to_end if held >= 0.0 else {}
+        for item in self._query.media:
+            number = media.index_to_number.get(item.index)
+            if number is None or best.encoders[number] == NONE or ends.get(item.index, np.inf) <= held:
+                continue
+            slot = best.encoders[number]
+            encoder = self._columns.encoders.members[slot]
+            assert encoder is not None, "an able slot has a member"
+            units = slice(int(problem.first_unit[number]), int(problem.first_unit[number + 1]))
+            landing_s = float(best.landings_s[units].max())
+            is_cached = bool(problem.ready_s[number, slot] >= 0.0)
+            if number in seen:
+                found.append(ItemTerms.twin(item, encoder.member_id, landing_s))
+                continue
+            seen.add(number)
+            stage = best.stages[number]
+            found.append(
+                ItemTerms(
+                    item_index=item.index,
+                    mm_hash=item.mm_hash,
+                    encoder_id=encoder.member_id,
+                    is_cached=is_cached,
+                    wait_s=stage.wait_s,
+                    decode_wait_s=stage.decode_wait_s,
+                    decode_s=stage.decode_s,
+                    device_prepare_s=stage.device_s,
+                    encode_s=stage.encode_s,
+                    transfer_s=landing_s - stage.done_s,
+                    landing_s=landing_s,
+                    cost=item.cost,
+                    num_bytes=int(problem.unit_bytes[units].sum()),
+                    modality=item.modality,
+                )
+            )
+        return tuple(found)
 
 
-def _bound(worker: WorkerView, prompt: ScoredPrompt, block_size: int) -> Bound:
-    covered = covered_tokens(worker, prompt.num_tokens, block_size)
-    need = _need(worker, prompt, covered, block_size)
-    ahead = waiting(worker, need, block_size)
-    own_s = ahead.pace.per_unit_s * need.weighted_tokens + ahead.pace.base_s
-    return Bound(ahead.queue_s + ahead.shared_s + own_s, own_s, covered, ahead, worker)
+EXPLORED = 1.25
+"""An exploring plan takes any worker whose score is at most this many times the best one."""
 
 
-def _need(worker: WorkerView, prompt: ScoredPrompt, covered: int, block_size: int) -> PlacementNeed:
-    num_blocks = -(-prompt.num_tokens // block_size) - worker.covered_blocks
-    return PlacementNeed(prompt.num_tokens - covered, prompt.num_weighted_after(covered), max(0, num_blocks))
+class WorkerScores(NamedTuple):
+    """Holds the scores of all workers. All arrays have shape `(worker slots,)`."""
+
+    times: WorkerTimes
+    ttft_s: Floats
+    """Is infinite for a worker that the request can't use."""
+    least_own_s: float
+    """This is the least time of the request's own work on any usable worker."""
+    landed: Landed | None
+    """Holds the landings; None if no usable worker lacks an item."""
 
 
-# ------------------------------------------------------------ the score of one worker
+class LackedMedia(NamedTuple):
+    """Holds the different media that workers may lack."""
 
-TEXT = -1
+    items: Sequence[MediaItem]
+    first_unit: Ints
+    ends: Floats
+    """Holds where the last run of each medium ends; it is 0 for one without a run."""
+    runs: MediaRuns
+    index_to_number: Mapping[int, int]
+    """Maps `MediaItem.index` to the number in `items`."""
+
+    def behind(self, covered: float, weighted: float) -> Floats:
+        """Returns, for each unit, the weighted tokens from its first run after `covered` tokens to the end of the
+        prompt. A unit without such a run decides nothing."""
+        found = np.full(int(self.first_unit[-1]), -1e30)
+        is_missing = self.runs.end > covered
+        np.maximum.at(found, self.runs.unit[is_missing], np.minimum(self.runs.behind[is_missing], weighted))
+        return found
 
 
-class Span(NamedTuple):
-    """A `Span` holds the prompt positions `[start, end)`: text, or a run of one unit's features."""
+class Landed(NamedTuple):
+    """Holds the landings at all workers."""
 
-    start: int
-    end: int
-    item: int
-    """This is the `MediaItem.index`, or `TEXT`."""
-    unit: int
-    num_weighted: float
-    """This is the number of the span's tokens, weighted by their context (`fabric.contracts.learned_cost`)."""
+    media: LackedMedia
+    problem: LandingProblem
+    rows: LandingRows
+    classes: Bytes
+    """Holds the classes of the links to each encoder. Has shape `(rows, encoder capacity)`."""
+    lacks: Bytes
+    """Says which media the workers of a row lack. Has shape `(rows, media)`."""
+    row_of_worker: Ints
+    is_possible: Flags
+    """Says which workers can get all that they lack. Has shape `(worker slots,)`."""
 
 
 class ScoredPrompt(NamedTuple):
-    """A `ScoredPrompt` is a query's prompt, cut into the parts that the walk needs."""
+    """Says where the media of a query end in its prompt."""
 
-    spans: tuple[Span, ...]
-    """These spans contain all positions, in order, without holes or empty spans."""
-    span_ends: tuple[int, ...]
-    media: tuple[MediaItem, ...]
-    item_ends: tuple[int, ...]
-    """This holds, for each medium, where its last run ends (0 if it has no run)."""
-    num_tokens: int
-    context_scale_tokens: float
-
-    def num_weighted_after(self, covered_tokens: int) -> float:
-        """Returns what remains to be computed after a prefix, in weighted tokens."""
-        return weighted_tokens(self.num_tokens - covered_tokens, covered_tokens, self.context_scale_tokens)
-
-    def missing_items(self, covered_tokens: int) -> tuple[MediaItem, ...]:
-        """Returns the media that a prefix does not wholly contain; each of them must be encoded, and as a whole."""
-        return tuple(item for item, end in zip(self.media, self.item_ends, strict=True) if end > covered_tokens)
+    item_to_end: Mapping[int, int]
+    """Maps `MediaItem.index` to the end of the medium's last run."""
+    last_media_end: int
 
 
-def cut(query: RouteQuery, context_scale_tokens: float) -> ScoredPrompt:
-    """Cuts a query into spans."""
-    spans: list[Span] = []
+def _cut(query: RouteQuery) -> ScoredPrompt:
     item_to_end: dict[int, int] = {}
-
-    def add(start: int, end: int, item: int, unit: int) -> None:
-        if end > start:
-            spans.append(Span(start, end, item, unit, weighted_tokens(end - start, start, context_scale_tokens)))
-
-    at = 0
     for run in query.placeholders:
         if run.length > 0:
-            add(at, run.offset, TEXT, 0)
-            add(run.offset, run.end, run.item, run.unit)
-            item_to_end[run.item] = at = run.end
-    add(at, query.token_count, TEXT, 0)
-    item_ends = tuple(item_to_end.get(item.index, 0) for item in query.media)
-    ends = tuple(span.end for span in spans)
-    return ScoredPrompt(tuple(spans), ends, query.media, item_ends, query.token_count, context_scale_tokens)
-
-
-def covered_tokens(worker: WorkerView, num_tokens: int, block_size: int) -> int:
-    """Returns how many prompt tokens need no computing: whole blocks only, and never the last token, because its logits
-    are needed."""
-    return min(worker.covered_blocks, max(num_tokens - 1, 0) // block_size) * block_size
-
-
-class Walk(NamedTuple):
-    prefill_s: float
-    held_s: float
-    end_s: float
-
-
-def walk(
-    prompt: ScoredPrompt,
-    covered: int,
-    start_s: float,
-    per_token_s: float,
-    unit_to_landing_s: Mapping[tuple[int, int], float],
-) -> Walk:
-    """Walks from `start_s` over the spans after `covered` tokens. Each unit on the way must have a landing time."""
-    now_s, prefill_s, held_s = start_s, 0.0, 0.0
-    for start, end, item, unit, num_weighted in prompt.spans[bisect_right(prompt.span_ends, covered) :]:
-        if item != TEXT:
-            landing_s = unit_to_landing_s[item, unit]
-            if landing_s > now_s:
-                held_s += landing_s - now_s
-                now_s = landing_s
-        if start < covered:
-            num_weighted = weighted_tokens(end - covered, covered, prompt.context_scale_tokens)
-        span_s = per_token_s * num_weighted
-        prefill_s += span_s
-        now_s += span_s
-    return Walk(prefill_s, held_s, now_s)
+            item_to_end[run.item] = run.end
+    return ScoredPrompt(item_to_end, max(item_to_end.values(), default=0))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import Enum
@@ -80,6 +80,10 @@ class Prompt:
             hashes = prompt_block_hashes(scheme, self.token_ids, self.placeholders, self.media, self.cache_salt)
             self._scheme_to_hashes[scheme] = hashes
         return hashes
+
+    def scheme_to_hashes(self, schemes: Iterable[KvScheme]) -> dict[KvScheme, bytes]:
+        """Returns the hashes in each of these schemes."""
+        return {scheme: self.block_hashes(scheme) for scheme in schemes}
 
     @property
     def ending_token_ids(self) -> frozenset[int]:

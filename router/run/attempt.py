@@ -105,11 +105,12 @@ class Attempt:
         return RouteQuery(
             attempt_id=self.attempt_id,
             token_count=len(prompt.token_ids),
-            scheme_to_hashes={scheme: prompt.block_hashes(scheme) for scheme in self._context.cluster.kv_schemes()},
+            scheme_to_hashes=prompt.scheme_to_hashes(self._context.cluster.kv_schemes()),
             media=prompt.media,
             placeholders=prompt.placeholders,
             feature_row_bytes=self._context.feature_row_bytes,
             excluded=self._setbacks.excluded(self._context.clock.now()) | self._kept_out,
+            priority=prompt.priority,
         )
 
     def _generate_request(self, plan: RoutePlan, emitted: Sequence[tuple[int, ...]]) -> GenerateRequest:

@@ -241,7 +241,7 @@ class EncodeDispatcher:
         except NoCapacity:
             self.lacks_encoder = True
             raise cause from None
-        self._context.cluster.note_encoding(self._dispatch.attempt_id, chosen)
+        self._context.cluster.note_encoding(self._dispatch.attempt_id, chosen, now, self._prompt.priority)
         self._send([(terms.item_index, terms.encoder_id) for terms in chosen])
 
     # ------------------------------------------------------------ calls

@@ -136,7 +136,7 @@ class Turn:
             num_prompt_tokens=len(prompt.token_ids),
             num_generated_tokens=num_generated,
             num_choices=prompt.num_choices,
-            block_hashes=prompt.block_hashes,
+            scheme_to_hashes=prompt.scheme_to_hashes(self._context.cluster.kv_schemes()),
             max_unit_bytes=self._max_unit(prompt)[0],
             headroom=BATCH_HEADROOM if is_spare else 0.0,
         )

@@ -14,6 +14,7 @@ from planning_samples import (
     encoder_report,
     image,
     query,
+    views_of,
     worker_member,
     worker_report,
 )
@@ -37,7 +38,6 @@ from fabric.contracts import (
 )
 from fabric.contracts.messages import BlocksCleared
 from router.planning import ClusterState, RoutePlan, RouteQuery
-from router.planning.route_plan import plan_route
 
 WORKERS = ["w0", "w1", "w2"]
 ENCODERS = ["e0", "e1"]
@@ -126,7 +126,7 @@ class AnyOrder(RuleBasedStateMachine):
         request = query(200, attempt=name) if is_text else query(*_parts(), attempt=name)
         barred = {member for member, until in self.excluded.items() if until > self.now}
         try:
-            plan = plan_route(request, self.state.snapshot(request, self.now), self.now)
+            plan = self.state.plan(request, self.now)
         except NoCapacity:
             usable = self.members - barred
             assert not usable & set(WORKERS) or (not is_text and not usable & set(ENCODERS))
@@ -160,7 +160,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         self.state.check_invariants()
-        views = self.state.snapshot(LONG, self.now).workers
+        views = views_of(self.state, LONG, self.now).workers
         assert sum(view.num_open for view in views) <= len(self.open)
 
     def teardown(self) -> None:
@@ -168,9 +168,11 @@ class AnyOrder(RuleBasedStateMachine):
             return
         for request, _ in self.open.values():
             self.state.note_ended(request.attempt_id)
-        late = self.state.snapshot(LONG, self.now + 1000.0)
-        assert all((view.num_open, view.queued_tokens) == (0, 0) for view in late.workers)
-        assert all(view.queued_cost == 0 for view in late.encoders)
+        late = views_of(self.state, LONG, self.now + 1000.0)
+        assert all((view.num_open, view.pending_tokens) == (0, 0) for view in late.workers)
+        pending = self.state.columns(self.now).encoders.pending_profiles
+        assert not pending.any()
+        assert all(each.num_open.sum() == each.open_units.sum() == 0 for each in self.state.columns(self.now)[:2])
 
 
 def _parts() -> tuple[int | MediaItem, ...]:

@@ -78,4 +78,8 @@ def test_after_any_silence_both_are_asked_and_the_slow_one_is_known_again_after_
     slowed(world, "w1", load=1.0)
     world.serve(only="w0")
     world.pause(silence_s)
-    assert world.shares(20, 0.1)["w0"] <= 2
+    served = world.shares(1, 0.1)
+    while len(served) < 2 and served.total() < 20:  # Both are believed equal, so chance decides.
+        served += world.shares(1, 0.1)
+    assert set(served) == {"w0", "w1"}
+    assert world.shares(20, 0.1)["w0"] <= 1

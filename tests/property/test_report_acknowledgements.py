@@ -13,6 +13,7 @@ from fabric.contracts import (
     EngineStats,
     FeatureStats,
     ManualClock,
+    Member,
     MemberId,
     PlaneMessage,
     RequestId,
@@ -20,7 +21,8 @@ from fabric.contracts import (
     WorkerReport,
 )
 from fabric.transport import RouterTable
-from router.planning.member_state import Freshness, InFlight
+from router.planning.member_columns import EncoderColumns, WorkerColumns
+from router.planning.member_state import Freshness, InFlight, WorkerShare
 
 WORKER = MemberId("worker-0")
 ROUTERS = ("router-0", "router-1")
@@ -45,12 +47,14 @@ class RouterSide:
 
     def __init__(self, name: str) -> None:
         self.name = MemberId(name)
-        self.in_flight = InFlight()
+        workers = WorkerColumns()
+        workers.add(Member(WORKER, "worker", "", "", 1), 0)
+        self.in_flight = InFlight(workers, EncoderColumns())
         self.freshness = Freshness()
         self.mark = (0, 0)
 
     def take(self, report: WorkerReport) -> None:
-        if self.freshness.accept(report.epoch, report.seq, 0.0):
+        if self.freshness.accept(report.epoch, report.seq):
             self.mark = (report.epoch, report.seq)
             self.in_flight.acknowledge(WORKER, report.acknowledged)
 
@@ -92,7 +96,7 @@ class Acknowledgements(RuleBasedStateMachine):
     def dispatch(self, name: str) -> None:
         self.number += 1
         attempt_id = AttemptId(RequestId(f"req-{self.number}"), 1)
-        self.routers[name].in_flight.add(attempt_id, WORKER, 10)
+        self.routers[name].in_flight.add_worker(attempt_id, WORKER, WorkerShare(10.0, 1))
         self.travelling.append((name, attempt_id))
 
     @precondition(lambda self: self.travelling)

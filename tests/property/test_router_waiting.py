@@ -13,7 +13,6 @@ from planning_samples import BLOCK_SIZE, SHAPE, encoder_member, image, query, wo
 from fabric.contracts import MemberId, NoCapacity
 from router.planning import CapacityNeed, CapacityQueue, ClusterState, KvRoom, RoomNeed, Waiter
 from router.planning.capacity_queue import MIN_DROPPED
-from router.planning.route_plan import plan_route
 
 MODALITIES = ("image", "audio")
 MEMBERS = tuple(MemberId(f"member-{index}") for index in range(4))
@@ -178,7 +177,7 @@ def test_who_is_released_finds_a_route(
         state.exclude(MemberId(name), until)
     request = query(10, *(image(at, modality=modality) for at, modality in enumerate(wanted)), excluded=list(excluded))
     try:
-        plan_route(request, state.snapshot(request, now), now)
+        state.plan(request, now)
         has_route = True
     except NoCapacity:
         has_route = False

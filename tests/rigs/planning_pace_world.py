@@ -12,7 +12,6 @@ from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_rep
 from fabric.contracts import context_scale_tokens, weighted_tokens
 from llm_workers.scheduling import StepCosts, StepWork
 from router.planning import ClusterState
-from router.planning.route_plan import plan_route
 
 OVERHEAD_S, DECODE_S, TOKEN_S = 0.004, 0.0003, 0.0001
 SCALE = context_scale_tokens(SHAPE.hidden_size)
@@ -56,7 +55,7 @@ class PaceWorld:
         self._num_requests += 1
         others = [name for name in self.workers if only not in (None, name)]
         request = query(num_tokens, attempt=f"r{self._num_requests}", excluded=others)
-        plan = plan_route(request, self.cluster.snapshot(request, self.now), self.now)
+        plan = self.cluster.plan(request, self.now)
         self.cluster.note_dispatched(request, plan, self.now)
         worker = self.workers[plan.worker_id]
         for step in range(num_out):
@@ -90,7 +89,7 @@ class PaceWorld:
         chosen: Counter[str] = Counter()
         for number in range(num_requests):
             request = query(60, attempt=f"burst{number}")
-            plan = plan_route(request, self.cluster.snapshot(request, self.now), self.now)
+            plan = self.cluster.plan(request, self.now)
             self.cluster.note_dispatched(request, plan, self.now)
             chosen[plan.worker_id] += 1
         return chosen

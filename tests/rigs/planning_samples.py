@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
+
+import numpy as np
 
 from fabric.contracts import (
+    NUM_BINS,
     WEFT_KV,
     ArenaStats,
     AttemptId,
@@ -21,11 +27,14 @@ from fabric.contracts import (
     PlaceholderRange,
     RequestId,
     WorkerReport,
+    add_work,
 )
 from modalities.family import ModelShape
-from router.planning import RouteQuery
-from router.planning.link_classes import LinkClass
-from router.planning.views import ClusterView, EncoderCosts, EncoderView, Line, WorkerView
+from router.planning import ClusterState, RoutePlan, RouteQuery
+from router.planning.link_classes import LINK_CLASSES, LinkClass, LinkRules
+from router.planning.member_columns import UNLIMITED, EncoderColumns, LinkPatterns, WorkerColumns
+from router.planning.route_plan import Chance, ClusterColumns, PlanSettings, QueryHints, RouteSearch
+from router.planning.views import EncoderCosts, ItemTerms, Line
 
 BLOCK_SIZE = 16
 SCHEME = KvScheme(WEFT_KV, BLOCK_SIZE)
@@ -68,22 +77,150 @@ def query(*parts: int | MediaItem, attempt: str = "req", excluded: Sequence[str]
     )
 
 
-def worker(name: str, **changes: object) -> WorkerView:
-    view = WorkerView(MemberId(name), f"address-{name}", "h-0", 0, 0, 0, 0, None, PREFILL)
-    return view._replace(**changes)
+class WorkerSpec(NamedTuple):
+    """A `WorkerSpec` describes a worker to the planner in the planner's own terms."""
+
+    worker_id: MemberId
+    host: str = "h-0"
+    covered_blocks: int = 0
+    queued_tokens: float = 0.0
+    num_decoding: int = 0
+    num_open: int = 0
+    kv_blocks_free: int | None = None
+    prefill: Line = PREFILL
+    decode_s: float = 0.0
+    pending_tokens: float = 0.0
+    num_pending: int = 0
+    report_age_s: float = 0.0
+    max_step_tokens: int = 0
+    place_wait_s: float = 0.0
+    kv_blocks_per_s: float = 0.0
+    kept: frozenset[MmHash] = frozenset()
 
 
-def encoder(name: str, **changes: object) -> EncoderView:
-    costs = EncoderCosts(DECODE, NO_COST, ENCODE)
-    view = EncoderView(MemberId(name), "h-0", frozenset({"image"}), 0, frozenset(), costs)
-    return view._replace(**changes)
+class EncoderSpec(NamedTuple):
+    """An `EncoderSpec` describes an encoder. Its queue of `queued_cost` patches is ahead of all new work."""
+
+    encoder_id: MemberId
+    host: str = "h-0"
+    modalities: frozenset[str] = frozenset({"image"})
+    queued_cost: int = 0
+    cached: frozenset[MmHash] = frozenset()
+    costs: EncoderCosts = EncoderCosts(DECODE, NO_COST, ENCODE)
+    modality_to_costs: Mapping[str, EncoderCosts] = MappingProxyType({})
+    num_decoders: int = 1
+
+    def costs_of(self, modality: str) -> EncoderCosts:
+        return self.modality_to_costs.get(modality, self.costs)
+
+
+def worker(name: str, **changes: object) -> WorkerSpec:
+    return WorkerSpec(MemberId(name))._replace(**changes)
+
+
+def encoder(name: str, **changes: object) -> EncoderSpec:
+    return EncoderSpec(MemberId(name))._replace(**changes)
+
+
+TRUSTING = PlanSettings(stale_after_s=1e9)
+"""Takes no member for silent."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A `Cluster` is what the planner sees, as specs. The planner's columns are made of it for each query."""
+
+    workers: tuple[WorkerSpec, ...]
+    encoders: tuple[EncoderSpec, ...]
+    links: Mapping[LinkClass, Line]
+    tie_break: float = 0.0
+    explore: float = 1.0
+    context_scale_tokens: float = float("inf")
+    settings: PlanSettings = TRUSTING
+
+    def columns(self, now: float) -> ClusterColumns:
+        names = sorted({name for each in self.encoders for name in each.modalities})
+        modality_to_row = {name: number for number, name in enumerate(names, start=1)}
+        workers, encoders, patterns = WorkerColumns(), EncoderColumns(), LinkPatterns()
+        for slot, spec in enumerate(self.workers):
+            workers.add(worker_member(spec.worker_id, spec.host), slot)
+            _fill_worker(workers, slot, spec, now)
+        for slot, spec in enumerate(self.encoders):
+            encoders.add(encoder_member(spec.encoder_id, spec.host, tuple(spec.modalities)), slot)
+            encoders.serve(slot, [modality_to_row[name] for name in spec.modalities])
+            _fill_encoder(encoders, slot, spec, now)
+        rates = np.zeros((len(names) + 1, 6, max(len(self.encoders), 1)))
+        for slot, spec in enumerate(self.encoders):
+            for name, row in modality_to_row.items():
+                rates[row, :, slot] = [number for line in spec.costs_of(name) for number in line]
+        encoders.believe(rates)
+        rules = LinkRules()
+        places = [[rules.place(each) for each in kind.members if each] for kind in (workers, encoders)]
+        patterns.refresh(rules, places[0], places[1], encoders.capacity)
+        links = np.array([self.links[link] for link in LINK_CLASSES])
+        return ClusterColumns(workers, encoders, patterns, links, modality_to_row, self.context_scale_tokens)
+
+    def hints(self, request: RouteQuery) -> QueryHints:
+        hashes = {item.mm_hash for item in request.media}
+        return QueryHints(
+            np.array([spec.covered_blocks for spec in self.workers], np.int32),
+            encoder_ready={
+                each: [(slot, 0.0) for slot, spec in enumerate(self.encoders) if each in spec.cached] for each in hashes
+            },
+            worker_kept={
+                each: [slot for slot, spec in enumerate(self.workers) if each in spec.kept] for each in hashes
+            },
+        )
+
+    def search(self, request: RouteQuery, now: float = 0.0) -> RouteSearch:
+        chance = Chance(self.tie_break, self.explore)
+        return RouteSearch(request, self.columns(now), self.hints(request), now, self.settings, chance)
+
+
+def _fill_worker(workers: WorkerColumns, slot: int, spec: WorkerSpec, now: float) -> None:
+    workers.report_at_s[slot], workers.is_reported[slot] = now - spec.report_age_s, 1.0
+    workers.block_size[slot] = BLOCK_SIZE
+    workers.queued_tokens[slot], workers.num_decoding[slot] = spec.queued_tokens, spec.num_decoding
+    workers.pending_units[slot], workers.num_pending[slot] = spec.pending_tokens, spec.num_pending
+    workers.open_units[slot], workers.num_open[slot] = spec.pending_tokens, spec.num_open
+    workers.base_s[slot], workers.per_token_s[slot] = spec.prefill
+    workers.reported_base_s[slot], workers.reported_decode_s[slot] = spec.prefill.base_s, spec.decode_s
+    workers.max_step_tokens[slot] = spec.max_step_tokens or UNLIMITED
+    # A sequence stays for a second; so the rates follow from how many there are.
+    workers.residence_s[slot] = 1.0
+    if spec.place_wait_s:
+        workers.max_sequences[slot] = 1
+        workers.num_there[slot] = spec.place_wait_s - spec.num_pending
+    if spec.kv_blocks_free is not None:
+        workers.kv_blocks_used[slot], workers.pending_blocks[slot] = spec.kv_blocks_per_s, 1
+        workers.kv_blocks_total[slot] = spec.kv_blocks_per_s + spec.kv_blocks_free + 1
+
+
+def _fill_encoder(encoders: EncoderColumns, slot: int, spec: EncoderSpec, now: float) -> None:
+    encoders.report_at_s[slot], encoders.is_reported[slot] = now, 1.0
+    seconds = spec.costs.encode.at(spec.queued_cost) if spec.queued_cost else 0.0
+    add_work(encoders.profiles[:, slot], seconds, -1.0)
+    encoders.decode_queue_s[slot] = encoders.decode_short_s[slot] = spec.costs.decode.per_unit_s * spec.queued_cost
+    encoders.num_decoders[slot] = spec.num_decoders
 
 
 def snapshot(
-    workers: Sequence[WorkerView], encoders: Sequence[EncoderView] = (), tie_break: float = 0.0, **changes: object
-) -> ClusterView:
-    links = dict.fromkeys(LinkClass, LINK)
-    return ClusterView(BLOCK_SIZE, tuple(workers), tuple(encoders), links, tie_break=tie_break, **changes)
+    workers: Sequence[WorkerSpec], encoders: Sequence[EncoderSpec] = (), tolerance: float = 0.02, **changes: object
+) -> Cluster:
+    """Returns the cluster of these members, whose links all cost the same."""
+    settings = TRUSTING._replace(tolerance=tolerance)
+    cluster = Cluster(tuple(workers), tuple(encoders), dict.fromkeys(LinkClass, LINK), settings=settings)
+    return replace(cluster, **changes)
+
+
+def plan_route(request: RouteQuery, cluster: Cluster, now: float) -> RoutePlan:
+    return cluster.search(request, now).plan()
+
+
+def plan_encoding(
+    request: RouteQuery, worker_id: str, item_indexes: Sequence[int], cluster: Cluster
+) -> tuple[ItemTerms, ...]:
+    return cluster.search(request).plan_encoding(MemberId(worker_id), frozenset(item_indexes))
 
 
 def worker_member(name: str, host: str = "h-0", epoch: int = 1) -> Member:
@@ -105,3 +242,90 @@ def encoder_report(name: str, seq: int, **changes: object) -> EncoderReport:
     """Returns a report with these fields; all others are 0."""
     fields = {"encoder_id": name, "epoch": 1, "seq": seq, "acknowledged": ()} | changes
     return EncoderReport(**fields, items=ItemStats(), device=DeviceStats(), arena=ArenaStats())
+
+
+# ------------------------------------------------------------ what a router knows
+
+
+class WorkerSeen(NamedTuple):
+    """Holds what the router knows of a worker with respect to one query, number by number."""
+
+    worker_id: MemberId
+    covered_blocks: int
+    """Counts leading blocks of `BLOCK_SIZE` tokens."""
+    queued_tokens: float
+    num_decoding: float
+    num_open: float
+    kv_blocks_free: float | None
+    prefill: Line
+    pending_tokens: float
+    num_pending: float
+    report_age_s: float
+    max_step_tokens: float
+
+
+class EncoderSeen(NamedTuple):
+    encoder_id: MemberId
+    queued_s: float
+    """Sums the reported forward passes and those that were dispatched since."""
+    decode_queue_s: float
+    cached: frozenset[MmHash]
+    modality_to_costs: Mapping[str, EncoderCosts]
+
+
+class StateSeen(NamedTuple):
+    workers: list[WorkerSeen]
+    encoders: list[EncoderSeen]
+    links: dict[LinkClass, Line]
+
+
+def views_of(state: ClusterState, request: RouteQuery, now: float) -> StateSeen:
+    """Returns what the router knows of the members that the request may use."""
+    columns, hints = state.columns(now), state.hints(request, now)
+    workers, encoders = columns.workers, columns.encoders
+    seen_workers = [
+        _worker_seen(workers, slot, hints, now) for slot in np.flatnonzero(workers.usable(request.excluded, now))
+    ]
+    seen_encoders = [
+        _encoder_seen(columns, slot, hints) for slot in np.flatnonzero(encoders.usable(request.excluded, now))
+    ]
+    links = {link: Line(*columns.links[number].tolist()) for number, link in enumerate(LINK_CLASSES)}
+    return StateSeen(seen_workers, seen_encoders, links)
+
+
+def _worker_seen(workers: WorkerColumns, slot: int, hints: QueryHints, now: float) -> WorkerSeen:
+    member = workers.members[slot]
+    assert member is not None
+    total = workers.kv_blocks_total[slot]
+    free = max(0.0, total - workers.kv_blocks_used[slot] - workers.pending_blocks[slot])
+    return WorkerSeen(
+        member.member_id,
+        int(hints.depths[slot] * workers.block_size[slot] // BLOCK_SIZE),
+        float(workers.queued_tokens[slot]),
+        float(workers.num_decoding[slot]),
+        float(workers.num_open[slot]),
+        float(free) if total else None,
+        Line(float(workers.base_s[slot]), float(workers.per_token_s[slot])),
+        float(workers.pending_units[slot]),
+        float(workers.num_pending[slot]),
+        now - float(workers.report_at_s[slot]),
+        float(workers.max_step_tokens[slot]),
+    )
+
+
+def _encoder_seen(columns: ClusterColumns, slot: int, hints: QueryHints) -> EncoderSeen:
+    encoders = columns.encoders
+    member = encoders.members[slot]
+    assert member is not None
+    costs = {}
+    for name in member.modalities:
+        numbers = encoders.rates[columns.modality_to_row[name], :, slot].tolist()
+        costs[name] = EncoderCosts(*(Line(*numbers[at : at + 2]) for at in (0, 2, 4)))
+    queued = encoders.profiles[:NUM_BINS, slot] + encoders.pending_profiles[:NUM_BINS, slot]
+    return EncoderSeen(
+        member.member_id,
+        float(queued.sum()),
+        float(encoders.decode_queue_s[slot] + encoders.pending_decode_s[slot]),
+        frozenset(mm_hash for mm_hash, ready in hints.encoder_ready.items() if slot in dict(ready)),
+        costs,
+    )

@@ -36,7 +36,6 @@ from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_reports import WorkerReporter
 from modalities.family import ModelShape, Positions
 from router.planning import ClusterState, RouteQuery
-from router.planning.route_plan import plan_route
 from router.planning.views import CandidateTerms
 
 WORKER = MemberId("worker")
@@ -163,7 +162,7 @@ class QueueWorld:
         self._num_requests += 1
         name = RequestId(f"r{self._num_requests}")
         query = RouteQuery(AttemptId(name, 0), arrival.prompt_tokens, {})
-        plan = plan_route(query, self.cluster.snapshot(query, arrival.at_s), arrival.at_s)
+        plan = self.cluster.plan(query, arrival.at_s)
         self.cluster.note_dispatched(query, plan, arrival.at_s)
         token_ids = tuple(np.random.default_rng(self._num_requests).integers(1, VOCAB, arrival.prompt_tokens).tolist())
         request = GenerateRequest(

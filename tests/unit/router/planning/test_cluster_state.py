@@ -16,11 +16,13 @@ from planning_samples import (
     encoder_report,
     image,
     query,
+    views_of,
     worker_member,
     worker_report,
 )
 
 from fabric.contracts import (
+    EMPTY_PROFILE,
     WEFT_KV,
     BlocksRemoved,
     BlocksStored,
@@ -36,14 +38,17 @@ from fabric.contracts import (
     KvEvents,
     KvScheme,
     KvSnapshot,
+    MediaItem,
+    MmHash,
     NoCapacity,
     PullTime,
     PullWindow,
     StageTimes,
+    add_work,
 )
 from router.planning import ClusterState, PlannerSettings, RoutePlan, RouteQuery
 from router.planning.link_classes import LinkClass
-from router.planning.route_plan import plan_encoding, plan_route
+from router.planning.member_columns import MAX_SILENCE_S
 from router.planning.views import Line
 
 
@@ -56,7 +61,7 @@ def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
 
 
 def route(state: ClusterState, request: RouteQuery, now: float = 0.0) -> RoutePlan:
-    plan = plan_route(request, state.snapshot(request, now), now)
+    plan = state.plan(request, now)
     state.note_dispatched(request, plan, now)
     return plan
 
@@ -83,7 +88,7 @@ def test_workers_of_several_schemes_are_looked_up_in_their_own() -> None:
     request = replace(request, scheme_to_hashes={SCHEME: hashes, coarse: hashes[-32:], other: b""})
     for name, blocks in {"w0": hashes[:48], "w1": hashes[-32:-16], "w2": hashes, "w3": hashes}.items():
         state.apply(KvSnapshot(name, 1, 0, (BlocksStored(None, blocks),)), 0.0)
-    covered = {each.worker_id: each.covered_blocks for each in state.snapshot(request, 0.0).workers}
+    covered = {each.worker_id: each.covered_blocks for each in views_of(state, request, 0.0).workers}
     assert covered == {"w0": 3, "w1": 4, "w2": 0, "w3": 0}
     assert state.prefix_stats().num_keys == 3 + 1 + 10 + 10
     state.update_members([worker_member("w0")])
@@ -103,9 +108,9 @@ def test_a_snapshot_in_pages_is_asked_again_only_when_a_page_is_lost_or_late() -
     assert state.apply(page(0), 0.1) == ()
     assert state.apply(KvEvents("w0", 1, 4, (BlocksRemoved(hashes[48:64]),)), 0.2) == ()
     assert state.apply(worker_report("w0", 2), 0.1 + 2 * retry_s) == ()
-    assert state.snapshot(query(10 * BLOCK_SIZE), 0.3).workers[0].covered_blocks == 2
+    assert views_of(state, query(10 * BLOCK_SIZE), 0.3).workers[0].covered_blocks == 2
     assert state.apply(page(1, is_last=True), 0.1 + wait_s) == ()
-    assert state.snapshot(query(10 * BLOCK_SIZE), 0.3).workers[0].covered_blocks == 3
+    assert views_of(state, query(10 * BLOCK_SIZE), 0.3).workers[0].covered_blocks == 3
     now = 100.0
     assert state.apply(KvEvents("w0", 1, 9, ()), now) == ("w0",)
     assert state.apply(page(0), now) == ()
@@ -139,9 +144,42 @@ def test_a_burst_onto_equal_reported_load_spreads_evenly() -> None:
 
 def test_a_burst_of_images_spreads_over_encoders_too() -> None:
     state = cluster_of(num_workers=2, num_encoders=4)
-    plans = [route(state, query(image(0, digit="0"), 10, attempt=f"r{number}")) for number in range(40)]
+
+    def picture(number: int) -> MediaItem:
+        return msgspec.structs.replace(image(0), mm_hash=MmHash(format(number, "032x")))
+
+    plans = [route(state, query(picture(number), 10, attempt=f"r{number}")) for number in range(40)]
     chosen = Counter(plan.assignments[0].encoder_id for plan in plans)
     assert max(chosen.values()) - min(chosen.values()) <= 1
+
+
+def test_requests_with_one_new_picture_share_its_flight() -> None:
+    """The first request is encoding the picture; the others wait for the same feature, which costs no encoding."""
+    state = cluster_of(num_workers=2, num_encoders=4)
+    plans = [route(state, query(image(0), 10, attempt=f"r{number}"), 1e-3 * number) for number in range(4)]
+    (first, *others) = [plan.explanation.winner.items[0] for plan in plans]
+    assert {item.encoder_id for item in others} == {first.encoder_id}
+    assert [item.load for item in (first, *others)] == [256, 0, 0, 0]
+    done_s = first.landing_s - first.transfer_s
+    assert [item.wait_s for item in others] == pytest.approx([done_s - 1e-3 * number for number in (1, 2, 3)])
+    for number in range(4):
+        state.note_ended((f"r{number}", 0))
+    state.check_invariants()
+    assert route(state, query(image(0), 10, attempt="later"), 1.0).explanation.winner.items[0].load == 256
+
+
+def test_requests_with_one_new_prompt_go_to_the_worker_that_computes_it_where_that_is_faster() -> None:
+    """Its steps have room for 512 tokens, so the prompt takes many steps, and all but the last are cached in time. The
+    others would have to compute the whole prompt behind a queue of their own."""
+    for queued, num_chosen in ((1500, 1), (0, 4)):
+        state = cluster_of(num_workers=4)
+        costs = {"prefill_s_per_token": 1e-3, "step_overhead_s": 1e-3, "max_step_tokens": 512}
+        for number in range(4):
+            state.apply(worker_report(f"w{number}", 1, queued_tokens=queued if number else 0, **costs), 0.0)
+        plans = [route(state, query(4000, attempt=f"r{number}"), 1e-3 * number) for number in range(4)]
+        assert len({plan.worker_id for plan in plans}) == num_chosen
+        assert plans[0].explanation.winner.covered_tokens == 0
+        assert all((plan.explanation.winner.covered_tokens >= 3000) == (queued > 0) for plan in plans[1:])
 
 
 def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all() -> None:
@@ -149,14 +187,14 @@ def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all()
     request = query(100)
     route(state, request)
     state.apply(worker_report("w0", 1, queued_tokens=0), 0.0)
-    (view,) = state.snapshot(request, 0.0).workers
+    (view,) = views_of(state, request, 0.0).workers
     assert (view.queued_tokens, view.pending_tokens, view.num_pending) == (0, pytest.approx(100, abs=1), 1)
     state.apply(worker_report("w0", 2, queued_tokens=90, acknowledged=(request.attempt_id,)), 0.0)
-    (view,) = state.snapshot(request, 0.0).workers
+    (view,) = views_of(state, request, 0.0).workers
     assert (view.queued_tokens, view.pending_tokens, view.num_pending, view.num_open) == (90, 0, 0, 1)
     state.note_ended(request.attempt_id)
     state.note_ended(request.attempt_id)
-    assert state.snapshot(request, 0.0).workers[0].num_open == 0
+    assert views_of(state, request, 0.0).workers[0].num_open == 0
     state.check_invariants()
 
 
@@ -164,33 +202,42 @@ def test_items_encoded_again_add_to_the_load_of_their_encoder() -> None:
     state = cluster_of(num_encoders=1)
     request = query(image(0), image(1), 10)
     plan = route(state, request)
-    state.apply(encoder_report("e0", 1, queued_cost=500, acknowledged=(request.attempt_id,)), 0.0)
-    again = plan_encoding(request, plan.worker_id, [1], state.snapshot(request, 0.0))
+    profile = [*EMPTY_PROFILE]
+    add_work(profile, 0.5, 0.1)
+    report = encoder_report("e0", 1, queue_profile=tuple(profile), acknowledged=(request.attempt_id,))
+    state.apply(report, 0.0)
+    again = state.plan_encoding(request, plan.worker_id, [1], 0.0)
     state.note_encoding(request.attempt_id, again)
-    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 500 + 256
+    (item,) = again
+    assert item.encode_s > 0.0
+    (seen,) = views_of(state, request, 0.0).encoders
+    assert seen.queued_s == pytest.approx(0.5 + item.encode_s)
+    assert seen.decode_queue_s == pytest.approx(item.decode_s)
     state.check_invariants()
     state.note_ended(request.attempt_id)
-    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 500
+    assert views_of(state, request, 0.0).encoders[0].queued_s == pytest.approx(0.5)
 
 
 def test_an_encoder_that_delivered_is_free_before_the_attempt_ends() -> None:
     state = cluster_of(num_encoders=1)
     request = query(image(0), 10)
     plan = route(state, request)
-    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 256
+    assert views_of(state, request, 0.0).encoders[0].queued_s == pytest.approx(
+        plan.explanation.winner.items[0].encode_s
+    )
     state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=0.1)),)), 0.0)
-    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 0
-    assert state.snapshot(request, 0.0).workers[0].num_open == 1
+    assert views_of(state, request, 0.0).encoders[0].queued_s == 0.0
+    assert views_of(state, request, 0.0).workers[0].num_open == 1
 
 
 def test_a_member_without_a_report_is_idle_and_late_reports_are_dropped() -> None:
     state = cluster_of()
-    assert state.snapshot(query(10), 1e6).workers[0].queued_tokens == 0
+    assert views_of(state, query(10), 1e6).workers[0].queued_tokens == 0
     state.apply(worker_report("w0", 5, queued_tokens=7), 0.0)
     state.apply(worker_report("w0", 4, queued_tokens=9999), 0.0)
-    assert state.snapshot(query(10), 0.0).workers[0].queued_tokens == 7
+    assert views_of(state, query(10), 0.0).workers[0].queued_tokens == 7
     state.apply(worker_report("w0", 1, epoch=2, queued_tokens=3), 0.0)
-    assert state.snapshot(query(10), 0.0).workers[0].queued_tokens == 3
+    assert views_of(state, query(10), 0.0).workers[0].queued_tokens == 3
 
 
 def test_a_stale_member_is_balanced_by_open_attempts_without_affinity() -> None:
@@ -199,10 +246,13 @@ def test_a_stale_member_is_balanced_by_open_attempts_without_affinity() -> None:
     knows_prompt(state, "w0", request)
     for name in ("w0", "w1"):
         state.apply(worker_report(name, 1, queued_tokens=10_000, prefill_s_per_token=1e-3), 0.0)
-    fresh = {view.worker_id: view for view in state.snapshot(request, 1.0).workers}
+    fresh = {view.worker_id: view for view in views_of(state, request, 1.0).workers}
     assert fresh["w0"].covered_blocks == 20
-    stale = state.snapshot(request, 100.0).workers
-    assert [(view.covered_blocks, view.queued_tokens) for view in stale] == [(0, 0), (0, 0)]
+    covered = route(state, replace(request, attempt_id=("fresh", 0)), 1.0).explanation.winner.covered_tokens
+    assert covered == 304
+    assert route(state, replace(request, attempt_id=("stale", 0)), 100.0).explanation.winner.covered_tokens == 0
+    state.note_ended(("fresh", 0))
+    state.note_ended(("stale", 0))
     chosen = Counter(route(state, query(320, attempt=f"r{number}"), 100.0).worker_id for number in range(20))
     assert chosen == {"w0": 10, "w1": 10}
 
@@ -245,7 +295,7 @@ def test_members_outside_the_view_are_ignored_and_those_that_left_forgotten() ->
     route(state, request)
     change = state.update_members([worker_member("w1"), encoder_member("e0")])
     assert ([m.member_id for m in change.joined], [m.member_id for m in change.left]) == ([], ["w0"])
-    assert [view.worker_id for view in state.snapshot(request, 0.0).workers] == ["w1"]
+    assert [view.worker_id for view in views_of(state, request, 0.0).workers] == ["w1"]
     assert state.prefix_stats().num_sources == 0
     state.note_ended(request.attempt_id)
     state.check_invariants()
@@ -260,7 +310,7 @@ def test_a_restarted_member_leaves_and_joins() -> None:
     knows_prompt(state, "w0", request)
     change = state.update_members([worker_member("w0", epoch=2)])
     assert (len(change.joined), len(change.left)) == (1, 1)
-    assert state.snapshot(request, 0.0).workers[0].covered_blocks == 0
+    assert views_of(state, request, 0.0).workers[0].covered_blocks == 0
 
 
 def test_exclusions_expire_and_the_longest_counts() -> None:
@@ -268,8 +318,8 @@ def test_exclusions_expire_and_the_longest_counts() -> None:
     state.exclude("w0", until=10.0)
     state.exclude("w0", until=5.0)
     assert {route(state, query(10, attempt=f"r{number}"), 6.0).worker_id for number in range(8)} == {"w1"}
-    assert {view.worker_id for view in state.snapshot(query(10), 10.0).workers} == {"w0", "w1"}
-    assert [view.worker_id for view in state.snapshot(query(10, excluded=["w1"]), 10.0).workers] == ["w0"]
+    assert {view.worker_id for view in views_of(state, query(10), 10.0).workers} == {"w0", "w1"}
+    assert [view.worker_id for view in views_of(state, query(10, excluded=["w1"]), 10.0).workers] == ["w0"]
 
 
 def test_an_image_without_its_encoder_names_the_modality() -> None:
@@ -287,7 +337,7 @@ def test_costs_that_nobody_reports_are_learned_from_results() -> None:
         actual = generated(first, num_prompt_tokens=1000, prefill_s=4.0, first_token_s=4.0)
         state.observe_generate(first, actual, 0.0)
     state.note_ended(request.attempt_id)
-    assert route(state, request).predicted_ttft_s == pytest.approx(4.0, rel=0.05)
+    assert route(state, request, 1.0).predicted_ttft_s == pytest.approx(4.0 + MAX_SILENCE_S, rel=0.05)
 
 
 def test_a_worker_that_measures_its_steps_is_believed_over_results_whose_steps_were_also_others() -> None:
@@ -310,11 +360,11 @@ def test_newcomers_start_from_what_the_others_taught() -> None:
         times = StageTimes(decode_s=0.5, encode_s=3.0, batch_cost=256)
         state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, times),)), 0.0)
     state.update_members([worker_member("w0"), worker_member("new"), encoder_member("e0"), encoder_member("e-new")])
-    view = state.snapshot(query(image(0), 1000), 0.0)
+    view = views_of(state, query(image(0), 1000), 1.0)
     old, new = view.workers
     assert new.prefill == pytest.approx(old.prefill)
-    assert view.encoders[1].costs.encode.at(256) == pytest.approx(3.0, rel=0.1)
-    assert view.encoders[1].costs.decode.at(256) == pytest.approx(0.5, rel=0.1)
+    assert view.encoders[1].modality_to_costs["image"].encode.at(256) == pytest.approx(3.0, rel=0.1)
+    assert view.encoders[1].modality_to_costs["image"].decode.at(256) == pytest.approx(0.5, rel=0.1)
 
 
 def test_costs_are_learned_by_modality_and_reported_ones_are_taken() -> None:
@@ -323,35 +373,34 @@ def test_costs_are_learned_by_modality_and_reported_ones_are_taken() -> None:
     state.update_members([worker_member("w0"), both])
     state.apply(encoder_report("e", 1, costs=(EncodeCost("audio", 1e-3, 0.25),)), 0.0)
     request = query(image(0), image(1, modality="audio"))
-    view = state.snapshot(request, 0.0).encoders[0]
-    assert view.costs_of("audio").encode == pytest.approx(Line(0.25, 1e-3))
-    assert view.costs_of("image") == view.costs
+    view = views_of(state, request, 0.0).encoders[0]
+    assert view.modality_to_costs["audio"].encode == pytest.approx(Line(0.25, 1e-3))
     plan = route(state, request)
     for _ in range(40):
         seen = ItemResult(0, StageTimes(decode_s=0.5, encode_s=3.0, batch_cost=256))
         heard = ItemResult(1, StageTimes(decode_s=0.01, encode_s=0.05, batch_cost=256))
         state.observe_encode(plan, EncodeResult("e", (seen, heard)), 0.0)
     state.update_members([worker_member("w0"), both, encoder_member("new", modalities=("image", "audio"))])
-    for view in state.snapshot(request, 0.0).encoders:
-        assert view.costs_of("image").encode.at(256) == pytest.approx(3.0, rel=0.1)
-        assert view.costs_of("audio").encode.at(256) == pytest.approx(0.05, rel=0.1)
-        assert view.costs_of("audio").decode.at(256) == pytest.approx(0.01, rel=0.1)
+    for view in views_of(state, request, 0.0).encoders:
+        assert view.modality_to_costs["image"].encode.at(256) == pytest.approx(3.0, rel=0.1)
+        assert view.modality_to_costs["audio"].encode.at(256) == pytest.approx(0.05, rel=0.1)
+        assert view.modality_to_costs["audio"].decode.at(256) == pytest.approx(0.01, rel=0.1)
 
 
 def test_failures_teach_nothing() -> None:
     state = cluster_of(num_workers=2, num_encoders=1)
     request = query(image(0), 100)
     plan = route(state, request)
-    before = state.snapshot(request, 0.0)
+    before = views_of(state, request, 0.0)
     failed = ErrorInfo.of(EngineFailed("broken"))
     state.observe_generate(plan, generated(plan, prefill_s=50.0, error=failed), 0.0)
     other = "w1" if plan.worker_id == "w0" else "w0"
     state.observe_generate(plan, generated(plan, worker_id=other, prefill_s=50.0), 0.0)
     broken = ItemResult(0, StageTimes(encode_s=50.0), ErrorInfo.of(EncodeFailed("broken")))
     state.observe_encode(plan, EncodeResult("e0", (broken,)), 0.0)
-    after = state.snapshot(request, 0.0)
+    after = views_of(state, request, 0.0)
     assert [view.prefill for view in after.workers] == [view.prefill for view in before.workers]
-    assert [view.costs for view in after.encoders] == [view.costs for view in before.encoders]
+    assert [view.modality_to_costs for view in after.encoders] == [view.modality_to_costs for view in before.encoders]
     assert state.accuracy() == {}
 
 
@@ -364,7 +413,7 @@ def test_transfers_teach_the_class_of_their_link() -> None:
         state.apply(worker_report("w0", seq + 1, pulls=(PullWindow(pulls),)), 0.0)
         state.apply(worker_report("w0", seq + 1, pulls=(PullWindow(pulls),)), 0.0)
     assert state.accuracy()["transfer"].num_observations == 40, "an old report teaches nothing"
-    links = state.snapshot(request, 0.0).links
+    links = views_of(state, request, 0.0).links
     assert links[LinkClass.SAME_HOST].at(64 * ROW_BYTES) == pytest.approx(0.25, rel=0.1)
     assert links[LinkClass.TCP].at(64 * ROW_BYTES) < 0.01
 

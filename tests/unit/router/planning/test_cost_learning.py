@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from planning_samples import encoder_member, encoder_report, worker_member, worker_report
 
 from fabric.contracts import EncodeCost, Member, MemberPlace, PullTime, PullWindow
-from router.planning.cost_learning import REFRESH_S, WORKER_STAGES, EstimatorName, Learning, LinkCost
+from router.planning.cost_learning import REFRESH_CHANGED_S, REFRESH_S, WORKER_STAGES, EstimatorName, Learning, LinkCost
 from router.planning.link_classes import LINK_CLASSES, LinkClass
 from router.planning.member_costs import GENERAL, ZERO, CostDefaults, believed, common_line
 from router.planning.saved_costs import CostKey, SavedCosts, SeenLine, decode_costs, encode_costs
@@ -190,20 +190,23 @@ def test_believed_costs_are_computed_again_after_their_time_and_when_members_cha
     state = subject.new_worker(worker_member("w0"))
     assert subject.refresh(0.0)
     first, version = subject.believed, subject.version
+    assert not subject.refresh(0.9 * REFRESH_S)
     state.prefill.observe(1000, 7.0, 0.1)
     assert subject.version > version
-    assert not subject.refresh(0.9 * REFRESH_S)
+    assert not subject.refresh(0.9 * REFRESH_CHANGED_S)
     assert subject.believed is first
-    assert subject.refresh(REFRESH_S)
+    assert subject.refresh(REFRESH_CHANGED_S)
     assert subject.believed.workers[0, :, 0] == pytest.approx(state.prefill.line)
+    now = REFRESH_CHANGED_S
+    assert not subject.refresh(now + 0.9 * REFRESH_S)
+    assert subject.refresh(now + REFRESH_S)
     other = worker_member("w1")
     subject.new_worker(other)
-    assert subject.refresh(REFRESH_S)
+    assert subject.refresh(now + REFRESH_S)
     assert subject.believed.workers.shape[2] == 2
     subject.forget(other)
-    assert subject.refresh(REFRESH_S)
+    assert subject.refresh(now + REFRESH_S)
     assert np.isnan(subject.believed.workers[:, :, 1]).all()
-    assert subject.refresh(REFRESH_S, max_age_s=0.0)
 
 
 def test_members_on_other_hardware_do_not_make_a_member_look_like_them() -> None:

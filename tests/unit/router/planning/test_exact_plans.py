@@ -20,8 +20,11 @@ from planning_samples import (
     encoder_member,
     encoder_report,
     image,
+    plan_encoding,
+    plan_route,
     query,
     snapshot,
+    views_of,
     worker,
     worker_member,
     worker_report,
@@ -44,6 +47,7 @@ from fabric.contracts import (
 )
 from router.planning import ClusterState
 from router.planning.link_classes import LinkClass
+from router.planning.member_columns import MAX_SILENCE_S
 from router.planning.member_costs import (
     CONFIRMED,
     GENERAL,
@@ -54,11 +58,11 @@ from router.planning.member_costs import (
     LinearCost,
     believed,
 )
-from router.planning.member_state import Freshness, InFlight
-from router.planning.predictions import Landings, PlacementNeed, land_items, waiting
-from router.planning.route_plan import plan_encoding, plan_route
+from router.planning.member_state import Freshness
 from router.planning.views import EncoderCosts, ItemTerms, Line
 
+NOTHING = (0.0,) * 5
+HEARD = frozenset({"audio"})
 HERE, THERE = Line(0.001, 1e-9), Line(0.1, 1e-7)
 """These are the lines of the links to two encoders."""
 
@@ -73,16 +77,17 @@ def cluster() -> ClusterState:
     return state
 
 
-def landed(*items: MediaItem, **encoders: dict[str, Any]) -> Landings:
+def landed(*items: MediaItem, **encoders: dict[str, Any]) -> tuple[ItemTerms, ...]:
+    """Returns the terms of the items for a worker on host h-0, over the link `HERE` to encoders there."""
     views = [encoder(name, **changes) for name, changes in encoders.items()]
-    options = {item.index: views for item in items}
-    links = dict(zip((view.encoder_id for view in views), (HERE, THERE), strict=False))
-    return land_items(items, options, links, ROW_BYTES)
+    links = dict.fromkeys(LinkClass, THERE) | {LinkClass.SAME_HOST: HERE}
+    seen = snapshot([worker("w")], views, links=links)
+    return plan_encoding(query(*items, 10), "w", [item.index for item in items], seen)
 
 
 def test_terms_of_an_item_that_is_encoded() -> None:
     item = image(0, num_tokens=64, cost=256)
-    (terms,) = landed(item, near={"queued_cost": 100}).items
+    (terms,) = landed(item, near={"queued_cost": 100})
     queued_s, prepared_s = ENCODE.at(100), DECODE.at(256)
     assert queued_s > prepared_s
     transfer_s = HERE.at(64 * ROW_BYTES)
@@ -92,7 +97,9 @@ def test_terms_of_an_item_that_is_encoded() -> None:
         encoder_id="near",
         is_cached=False,
         wait_s=pytest.approx(queued_s),
-        prepare_s=pytest.approx(prepared_s),
+        decode_wait_s=0.0,
+        decode_s=pytest.approx(prepared_s),
+        device_prepare_s=0.0,
         encode_s=pytest.approx(ENCODE.at(256)),
         transfer_s=pytest.approx(transfer_s),
         landing_s=pytest.approx(queued_s + ENCODE.at(256) + transfer_s),
@@ -105,37 +112,28 @@ def test_terms_of_an_item_that_is_encoded() -> None:
 
 def test_terms_of_an_item_that_an_encoder_holds() -> None:
     item = image(3, num_tokens=64, cost=256, modality="audio")
-    (terms,) = landed(item, near={"cached": frozenset({item.mm_hash}), "queued_cost": 10_000}).items
+    (terms,) = landed(item, near={"cached": frozenset({item.mm_hash}), "queued_cost": 10_000, "modalities": HEARD})
     transfer_s = pytest.approx(HERE.at(64 * ROW_BYTES))
     assert terms == ItemTerms(
-        3, item.mm_hash, "near", True, 0.0, 0.0, 0.0, transfer_s, transfer_s, 256, 64 * ROW_BYTES, "audio"
+        3, item.mm_hash, "near", True, *NOTHING, transfer_s, transfer_s, 256, 64 * ROW_BYTES, "audio"
     )
     assert terms.load == 0
 
 
 def test_terms_of_a_medium_that_appears_twice() -> None:
     first, again, other = image(0, digit="a"), image(1, digit="a"), image(2, digit="b")
-    landings = landed(first, again, other, near={})
-    one, two, three = landings.items
-    assert two == ItemTerms(1, first.mm_hash, "near", True, 0.0, 0.0, 0.0, 0.0, one.landing_s, 256, 0, "image")
-    assert landings.unit_to_landing_s[1, 0] == landings.unit_to_landing_s[0, 0] == pytest.approx(one.landing_s)
+    one, two, three = landed(first, again, other, near={})
+    assert two == ItemTerms(1, first.mm_hash, "near", True, *NOTHING, 0.0, one.landing_s, 256, 0, "image")
     assert (three.item_index, three.mm_hash, three.is_cached) == (2, other.mm_hash, False)
-    assert three.encode_s == pytest.approx(ENCODE.at(256 + 256)), "behind the first, which is encoded once"
-
-
-def test_of_encoders_that_are_equal_the_first_is_taken() -> None:
-    views = [encoder(name) for name in ("b", "a", "c")]
-    landings = land_items([image(0)], {0: views}, dict.fromkeys(("a", "b", "c"), HERE), ROW_BYTES)
-    assert [terms.encoder_id for terms in landings.items] == ["b"]
+    assert three.encode_s == pytest.approx(ENCODE.per_unit_s * 256), "in a pass that is there already"
+    assert three.landing_s == pytest.approx(DECODE.base_s + ENCODE.at(256 + 256) + HERE.at(64 * ROW_BYTES))
 
 
 def test_an_encoding_planned_later_counts_from_the_workers_own_host() -> None:
     """The worker is fixed by then, and the host of another worker must not decide which link the features take."""
     workers = [worker("w-far", host="h-9"), worker("w", host="h-0")]
     encoders = [encoder("e-far", host="h-9"), encoder("e", host="h-0")]
-    links = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.TCP: THERE}
-    seen = snapshot(workers, encoders)
-    seen = type(seen)(seen.block_size, seen.workers, seen.encoders, links)
+    seen = snapshot(workers, encoders, links=dict.fromkeys(LinkClass, LINK) | {LinkClass.TCP: THERE})
     request = query(image(0), 10)
     assert [each.encoder_id for each in plan_encoding(request, MemberId("w"), [0], seen)] == ["e"]
     assert [each.encoder_id for each in plan_encoding(request, MemberId("w-far"), [0], seen)] == ["e-far"]
@@ -145,7 +143,7 @@ def test_every_stage_is_held_against_what_came() -> None:
     """The predictions are the plan's own terms, and each actual value differs from its prediction by an amount of its
     own."""
     state = cluster()
-    plan = plan_route(query(image(0), 100), state.snapshot(query(image(0), 100), 0.0), 0.0)
+    plan = state.plan(query(image(0), 100), 0.0)
     winner = plan.explanation.winner
     (item,) = winner.items
     result = GenerateResult(
@@ -155,7 +153,7 @@ def test_every_stage_is_held_against_what_came() -> None:
     times = StageTimes(
         queue_s=0.125, decode_s=0.5, preprocess_s=0.25, encode_s=4.0, batch_cost=300, device_prepare_s=0.1
     )
-    costs = state.snapshot(query(image(0), 100), 0.0).encoders[0].costs
+    costs = views_of(state, query(image(0), 100), 0.0).encoders[0].modality_to_costs["image"]
     state.observe_encode(plan, EncodeResult(MemberId("e0"), (ItemResult(0, times),)), 0.0)
     stages = state.accuracy()
     expected = {
@@ -182,7 +180,7 @@ def test_every_stage_is_held_against_what_came() -> None:
 def test_an_item_that_another_encoder_made_says_nothing_of_the_prediction() -> None:
     state = cluster()
     request = query(image(0), 100)
-    plan = plan_route(request, state.snapshot(request, 0.0), 0.0)
+    plan = state.plan(request, 0.0)
     state.update_members([worker_member("w0"), encoder_member("e0"), encoder_member("e1")])
     times = StageTimes(decode_s=0.5, encode_s=4.0, batch_cost=256)
     state.observe_encode(plan, EncodeResult(MemberId("e1"), (ItemResult(0, times),)), 0.0)
@@ -240,15 +238,12 @@ def test_a_correction_that_the_member_catches_up_with_is_halved_not_counted_twic
     assert cost.line.per_unit_s == pytest.approx(learned_factor * 1e-3, rel=0.05)
 
 
-def test_a_reports_age_is_the_time_since_it_came() -> None:
+def test_reports_are_taken_in_order() -> None:
     freshness = Freshness()
-    assert freshness.accept(1, 1, 40.0)
-    assert freshness.age_s(42.5) == 2.5
-    assert freshness.age_s(39.0) == 0.0
-    assert not freshness.accept(1, 1, 50.0)
-    assert not freshness.accept(0, 9, 50.0)
-    assert freshness.accept(2, 0, 50.0)
-    assert freshness.age_s(50.0) == 0.0
+    assert freshness.accept(1, 1)
+    assert not freshness.accept(1, 1)
+    assert not freshness.accept(0, 9)
+    assert freshness.accept(2, 0)
 
 
 def test_a_worker_whose_places_are_all_but_taken_is_waited_for_only_when_they_are() -> None:
@@ -256,8 +251,8 @@ def test_a_worker_whose_places_are_all_but_taken_is_waited_for_only_when_they_ar
         state = cluster()
         report = worker_report("w0", 1, max_sequences=8, num_running=num_running, residence_s=4.0)
         state.apply(report, 0.0)
-        view = state.snapshot(query(10), 0.0).workers[0]
-        assert view.place_wait_s == pytest.approx(waits_s)
+        plan = state.plan(query(10), 0.0)
+        assert plan.explanation.winner.queue_s == pytest.approx(waits_s)
 
 
 def test_blocks_dispatched_add_up_until_they_are_reported() -> None:
@@ -265,11 +260,11 @@ def test_blocks_dispatched_add_up_until_they_are_reported() -> None:
     state.apply(worker_report("w0", 1, kv_blocks_total=100, kv_blocks_used=10), 0.0)
     for number, num_free in enumerate((90, 83, 76)):
         request = query(100, attempt=f"r{number}")
-        assert state.snapshot(request, 0.0).workers[0].kv_blocks_free == num_free
-        plan = plan_route(request, state.snapshot(request, 0.0), 0.0)
+        assert views_of(state, request, 0.0).workers[0].kv_blocks_free == num_free
+        plan = state.plan(request, 0.0)
         state.note_dispatched(request, plan, 0.0)
     state.note_ended(AttemptId(RequestId("r0"), 0))
-    assert state.snapshot(query(10), 0.0).workers[0].kv_blocks_free == 76
+    assert views_of(state, query(10), 0.0).workers[0].kv_blocks_free == 76
 
 
 def test_a_workers_report_becomes_its_view_number_by_number() -> None:
@@ -292,27 +287,26 @@ def test_a_workers_report_becomes_its_view_number_by_number() -> None:
         max_sequences=8,
     )
     state.apply(report, 10.0)
-    (view,) = state.snapshot(query(10), 12.5).workers
-    assert (view.worker_id, view.address, view.host) == ("w0", "address-w0", "h-0")
+    (view,) = views_of(state, query(10), 12.5).workers
+    assert view.worker_id == "w0"
     assert (view.covered_blocks, view.queued_tokens, view.num_decoding, view.num_open) == (0, 650.0, 7, 0)
     assert view.kv_blocks_free == 60
     assert view.prefill == pytest.approx(Line(0.01, 1e-3))
-    assert view.decode_s == pytest.approx(2e-4)
+    columns = state.columns(12.5).workers
+    assert columns.reported_decode_s[0] == pytest.approx(2e-4)
     assert (view.pending_tokens, view.num_pending) == (0.0, 0)
     assert view.report_age_s == 2.5
     assert view.max_step_tokens == 512
-    assert view.place_wait_s == pytest.approx(4.0 * (9 + 2 + 1 - 8) / 8)
-    assert view.kv_blocks_per_s == pytest.approx(10.0)
+    assert (columns.num_there[0], columns.max_sequences[0], columns.residence_s[0]) == (11, 8, 4.0)
+    assert columns.kv_blocks_used[0] == 40
 
 
-@pytest.mark.parametrize(("changes", "free", "per_s"), [({"kv_blocks_total": 1}, 1, 0.0), ({}, None, 0.0)])
-def test_a_pool_of_any_size_is_known_and_one_of_none_is_not(
-    changes: dict[str, Any], free: int | None, per_s: float
-) -> None:
+@pytest.mark.parametrize(("changes", "free"), [({"kv_blocks_total": 1}, 1), ({}, None)])
+def test_a_pool_of_any_size_is_known_and_one_of_none_is_not(changes: dict[str, Any], free: int | None) -> None:
     state = cluster()
     state.apply(worker_report("w0", 1, **changes), 0.0)
-    (view,) = state.snapshot(query(10), 0.0).workers
-    assert (view.kv_blocks_free, view.kv_blocks_per_s) == (free, per_s)
+    (view,) = views_of(state, query(10), 0.0).workers
+    assert view.kv_blocks_free == free
     assert view.queued_tokens == 0.0
 
 
@@ -320,27 +314,39 @@ def test_decodes_cost_what_was_reported_where_no_step_has_an_overhead() -> None:
     state = cluster()
     report = worker_report("w0", 1, prefill_s_per_token=1e-3, step_overhead_s=0.0, decode_s_per_sequence=2e-4)
     state.apply(report, 0.0)
-    assert state.snapshot(query(10), 0.0).workers[0].decode_s == pytest.approx(2e-4)
+    state.apply(
+        worker_report(
+            "w0", 2, step_overhead_s=0.0, prefill_s_per_token=1e-3, decode_s_per_sequence=2e-4, num_decoding=10
+        ),
+        0.0,
+    )
+    assert state.plan(query(10), 0.0).explanation.winner.first_token_s == pytest.approx(10 * 2e-4)
 
 
-def test_reports_are_stale_after_their_time_and_not_at_it() -> None:
-    freshness = Freshness()
-    assert not freshness.is_stale(1e9, 5.0), "what never came is not stale"
-    freshness.accept(1, 1, 10.0)
-    assert not freshness.is_stale(15.0, 5.0)
-    assert freshness.is_stale(15.1, 5.0)
+def test_members_are_silent_after_their_time_and_not_at_it() -> None:
+    state = cluster()
+    state.apply(worker_report("w0", 1), 10.0)
+    workers = state.columns(15.0).workers
+    assert workers.silence_s(15.0, 5.0) is None
+    assert workers.silence_s(15.5, 5.0).tolist() == [0.5]
+    assert workers.silence_s(99.0, 5.0).tolist() == [MAX_SILENCE_S]
+
+
+def waited_s(state: ClusterState) -> float:
+    """Returns the wait that the planner predicts at the one encoder."""
+    (item,) = state.plan(query(image(0)), 0.0).explanation.winner.items
+    return item.wait_s
 
 
 def test_an_encoders_report_of_an_older_life_is_void() -> None:
     state = cluster()
-    request = query(image(0))
-    state.apply(encoder_report("e0", 5, epoch=2, queued_cost=70), 0.0)
-    state.apply(encoder_report("e0", 9, epoch=1, queued_cost=900), 0.0)
-    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 70
-    state.apply(encoder_report("e0", 4, epoch=2, queued_cost=900), 0.0)
-    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 70
-    state.apply(encoder_report("e0", 1, epoch=3, queued_cost=30), 0.0)
-    assert state.snapshot(request, 0.0).encoders[0].queued_cost == 30
+    state.apply(encoder_report("e0", 5, epoch=2, forward_left_s=0.07), 0.0)
+    state.apply(encoder_report("e0", 9, epoch=1, forward_left_s=0.9), 0.0)
+    assert waited_s(state) == pytest.approx(0.07)
+    state.apply(encoder_report("e0", 4, epoch=2, forward_left_s=0.9), 0.0)
+    assert waited_s(state) == pytest.approx(0.07)
+    state.apply(encoder_report("e0", 1, epoch=3, forward_left_s=0.03), 0.0)
+    assert waited_s(state) == pytest.approx(0.03)
 
 
 def test_every_item_that_an_encoder_holds_is_seen() -> None:
@@ -348,7 +354,7 @@ def test_every_item_that_an_encoder_holds_is_seen() -> None:
     items = [image(0), image(1), image(2)]
     held = tuple(item.mm_hash for item in items[:2])
     state.apply(FeatureEvents(MemberId("e0"), 1, 1, held, is_snapshot=True), 0.0)
-    assert state.snapshot(query(*items), 0.0).encoders[0].cached == frozenset(held)
+    assert views_of(state, query(*items), 0.0).encoders[0].cached == frozenset(held)
 
 
 def test_exclusions_that_end_now_are_over() -> None:
@@ -395,35 +401,23 @@ def test_near_equal_workers_are_all_candidates() -> None:
 
 def test_room_that_is_made_by_computing_again_costs_whole_steps() -> None:
     """The eight blocks hold 128 tokens: they take two full steps of 64, and no third step for an empty rest."""
-    need = PlacementNeed(num_tokens=64, weighted_tokens=64.0, num_blocks=8)
-    busy = worker("w", max_step_tokens=64, kv_blocks_free=0)
-    found = waiting(busy, need, BLOCK_SIZE)
-    assert found.queue_s == pytest.approx(2 * PREFILL.at(64))
+    plan = plan_route(query(128), snapshot([worker("w", max_step_tokens=64, kv_blocks_free=0)]), 0.0)
+    assert plan.explanation.winner.queue_s == pytest.approx(2 * PREFILL.at(64))
 
 
 def test_rows_of_the_units_before_count_for_a_units_landing() -> None:
     """Three units of one cached item share the link, so the last unit lands when all rows have landed."""
     item = image(0, num_tokens=30)
     item = MediaItem(0, "image", item.mm_hash, item.grid, (10, 10, 10), item.cost, item.part)
-    landings = landed(item, near={"cached": frozenset({item.mm_hash})})
-    found = [landings.unit_to_landing_s[0, unit] for unit in range(3)]
-    assert found == pytest.approx([HERE.at(rows * ROW_BYTES) for rows in (10, 20, 30)])
+    (terms,) = landed(item, near={"cached": frozenset({item.mm_hash})})
+    assert terms.landing_s == pytest.approx(HERE.at(30 * ROW_BYTES))
 
 
-def test_reports_and_results_of_nothing_in_flight_change_nothing() -> None:
-    load = InFlight()
-    load.acknowledge(MemberId("w0"), [AttemptId(RequestId("nobody's"), 0)])
-    assert load.load(MemberId("w0")).num_open == 0
-
-
-def test_blocks_dispatched_in_two_parts_are_pending_until_they_are_acknowledged() -> None:
-    load, attempt, member = InFlight(), AttemptId(RequestId("r"), 1), MemberId("w0")
-    load.add(attempt, member, 10, num_blocks=3)
-    load.add(attempt, member, 10, num_blocks=2)
-    assert load.load(member).pending_blocks == 5
-    load.acknowledge(member, [attempt])
-    assert load.load(member).pending_blocks == 0
-    load.check_invariants()
+def test_reports_of_nothing_in_flight_change_nothing() -> None:
+    state = cluster()
+    state.apply(worker_report("w0", 1, acknowledged=(AttemptId(RequestId("nobody's"), 0),)), 0.0)
+    assert views_of(state, query(10), 0.0).workers[0].num_open == 0
+    state.check_invariants()
 
 
 def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing() -> None:

@@ -210,7 +210,7 @@ def test_cached_blocks_are_found_in_the_index() -> None:
     need = RoomNeed(6 * BLOCK_SIZE, scheme_to_hashes={SCHEME: b"".join(hashes)})
     room = state.room(need, frozenset(), 1.0)
     assert (room.verdict, room.wait_s) == ("later", pytest.approx(2 / 3))
-    state.apply(KvSnapshot(W0, 1, 0, (BlocksStored(None, hashes[:2]),)), 1.0)
+    state.apply(KvSnapshot(W0, 1, 0, (BlocksStored(None, b"".join(hashes[:2])),)), 1.0)
     assert state.room(need, frozenset(), 1.0).verdict == "now"
 
 

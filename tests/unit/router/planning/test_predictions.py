@@ -1,25 +1,59 @@
 """Tests how long a request waits at a worker: the prediction models the worker's steps from its last report."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
-from planning_samples import BLOCK_SIZE, PREFILL, worker
+from planning_samples import BLOCK_SIZE, PREFILL, WorkerSpec, snapshot, worker
 
-from router.planning.predictions import PlacementNeed, Waiting, idle_pace, waiting
+from router.planning.member_columns import idle_pace
+from router.planning.predictions import RequestSize, worker_times
+from router.planning.views import Line
 
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}
 FULL_S = PREFILL.at(100)
-NEED = PlacementNeed(num_tokens=64, weighted_tokens=70.0, num_blocks=4)
+
+
+class Need(NamedTuple):
+    """A `Need` is the size of a prompt; `weighted_tokens` is what its attention makes of it."""
+
+    num_tokens: int = 64
+    weighted_tokens: float = 70.0
+
+
+class Waiting(NamedTuple):
+    queue_s: float
+    shared_s: float
+    pace: Line
+
+
+NEED = Need()
+
+
+def waiting(spec: WorkerSpec, need: Need) -> Waiting:
+    more = need.weighted_tokens - need.num_tokens
+    scale = 0.5 * need.num_tokens**2 / more if more else float("inf")
+    columns = snapshot([spec]).columns(0.0).workers
+    times = worker_times(columns, RequestSize(need.num_tokens, scale, np.zeros(1, np.int32), None), 0.0, 1e9)
+    queue_s, shared_s, s_per_token, last_s = (
+        float(each[0]) for each in (times.queue_s, times.shared_s, times.s_per_token, times.last_s)
+    )
+    return Waiting(queue_s, shared_s, Line(last_s, s_per_token))
+
+
+def alone(spec: WorkerSpec, need: Need) -> Line:
+    s_per_token, last_s = idle_pace(snapshot([spec]).columns(0.0).workers, 0, *need)
+    return Line(last_s, s_per_token)
 
 
 def of(**fields: Any) -> Waiting:
-    return waiting(worker("w", **STEP, **fields), NEED, BLOCK_SIZE)
+    return waiting(worker("w", **STEP, **fields), NEED)
 
 
 def test_an_idle_worker_begins_at_once() -> None:
     assert of()[:2] == (0.0, 0.0)
-    assert of().pace == idle_pace(worker("w", **STEP), NEED) == PREFILL
+    assert of().pace == alone(worker("w", **STEP), NEED) == PREFILL
 
 
 def test_decodes_make_the_running_step_and_all_others_longer() -> None:
@@ -27,13 +61,13 @@ def test_decodes_make_the_running_step_and_all_others_longer() -> None:
     assert found.queue_s == pytest.approx(step_s / 2), "its end is half a step away on average"
     assert found.pace.base_s == pytest.approx(step_s)
     assert found.pace.per_unit_s == PREFILL.per_unit_s, "it fits in one step"
-    assert idle_pace(worker("w", num_decoding=20, **STEP), NEED) == PREFILL
+    assert alone(worker("w", num_decoding=20, **STEP), NEED) == PREFILL
 
 
 @pytest.mark.parametrize(("num_tokens", "num_steps"), [(100, 1), (101, 2), (250, 3)])
 def test_each_step_that_a_prompt_takes_costs(num_tokens: int, num_steps: int) -> None:
-    need = PlacementNeed(num_tokens, 2.0 * num_tokens, 0)
-    pace = waiting(worker("w", **STEP), need, BLOCK_SIZE).pace
+    need = Need(num_tokens, 2.0 * num_tokens)
+    pace = waiting(worker("w", **STEP), need).pace
     expected_s = num_steps * PREFILL.base_s + PREFILL.per_unit_s * need.weighted_tokens
     assert pace.at(need.weighted_tokens) == pytest.approx(expected_s)
 
@@ -94,17 +128,17 @@ def test_one_more_that_decodes_never_lets_a_request_begin_earlier() -> None:
     """A property test found this case: with 21 decodes there is room for both tokens ahead of the request, which share
     its first step; with 22 there is not, so they take a step before it, within the wait for a place."""
     line = PREFILL._replace(base_s=0.125, per_unit_s=0.0078125)
-    one = PlacementNeed(1, 1.0, 0)
+    one = Need(1, 1.0)
 
     def first_s(num_decoding: int) -> float:
         fields = {"prefill": line, "max_step_tokens": 24, "place_wait_s": 0.5, "pending_tokens": 2, "decode_s": 0.0}
-        found = waiting(worker("w", num_decoding=num_decoding, **fields), one, BLOCK_SIZE)
+        found = waiting(worker("w", num_decoding=num_decoding, **fields), one)
         return found.queue_s + found.shared_s
 
     assert first_s(21) <= first_s(22) <= first_s(23)
 
 
 def test_without_a_limit_all_fits_in_one_step() -> None:
-    found = waiting(worker("w", queued_tokens=5000), NEED, BLOCK_SIZE)
+    found = waiting(worker("w", queued_tokens=5000), NEED)
     assert found.queue_s == pytest.approx(PREFILL.at(5000))
     assert found.pace == pytest.approx(PREFILL)

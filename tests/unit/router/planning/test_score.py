@@ -6,13 +6,28 @@ from typing import Any
 
 import msgspec
 import pytest
-from planning_samples import DECODE, ENCODE, LINK, NO_COST, PREFILL, ROW_BYTES, encoder, image, query, snapshot, worker
+from planning_samples import (
+    DECODE,
+    ENCODE,
+    LINK,
+    NO_COST,
+    PREFILL,
+    ROW_BYTES,
+    EncoderSpec,
+    WorkerSpec,
+    encoder,
+    image,
+    plan_encoding,
+    plan_route,
+    query,
+    snapshot,
+    worker,
+)
 
 from fabric.contracts import MediaItem, NoCapacity
 from router.planning import RoutePlan, RouteQuery
 from router.planning.link_classes import LinkClass
-from router.planning.route_plan import plan_encoding, plan_route
-from router.planning.views import EncoderCosts, EncoderView, Line, WorkerView
+from router.planning.views import EncoderCosts, Line
 
 ENCODE_S = DECODE.base_s + ENCODE.at(256)
 TRANSFER_S = LINK.at(64 * ROW_BYTES)
@@ -26,8 +41,8 @@ def prefill_s(num_tokens: int) -> float:
 
 def plan(
     request: RouteQuery,
-    workers: Sequence[WorkerView] | None = None,
-    encoders: Sequence[EncoderView] | None = None,
+    workers: Sequence[WorkerSpec] | None = None,
+    encoders: Sequence[EncoderSpec] | None = None,
     **changes: Any,
 ) -> RoutePlan:
     return plan_route(request, snapshot(workers or [worker("w")], encoders or [encoder("e")], **changes), now=7.0)
@@ -91,9 +106,14 @@ def test_each_modality_costs_its_own_and_forwards_add_up() -> None:
     heard_s = [sounds.encode.at(256), sounds.encode.at(512)]
     assert [item.modality for item in items] == ["image", "audio", "image", "audio"]
     assert [item.encode_s for item in items] == pytest.approx(
-        [ENCODE.at(256), ENCODE.at(256) + heard_s[0], ENCODE.at(512) + heard_s[0], ENCODE.at(512) + heard_s[1]]
-    )
-    assert [item.prepare_s for item in items] == pytest.approx([DECODE.base_s, 0.5, DECODE.base_s, 0.5])
+        [ENCODE.at(256), heard_s[0], ENCODE.per_unit_s * 256, heard_s[1] - heard_s[0]]
+    ), "the overhead of a forward pass counts once for each modality"
+    assert [item.decode_s for item in items] == pytest.approx([DECODE.base_s, 0.5, DECODE.base_s, 0.5])
+    begins_s = [0.0, DECODE.base_s, DECODE.base_s + 0.5, 2 * DECODE.base_s + 0.5]
+    assert [item.decode_wait_s for item in items] == pytest.approx(begins_s), "one process decodes them in turn"
+    decoded_s = 2 * DECODE.base_s + 1.0
+    last_s = decoded_s + heard_s[1] - heard_s[0] + TRANSFER_S
+    assert items[3].landing_s == pytest.approx(last_s)
 
 
 def test_pictures_and_sound_of_one_video_may_go_to_two_encoders() -> None:
@@ -111,7 +131,8 @@ def test_units_of_a_video_land_one_by_one_and_overlap_inside_it() -> None:
     frames = MediaItem(0, "image", "f" * 32, (4, 8, 8), (100, 100, 100, 100), 4000, "p")
     made = plan(query(frames, 10))
     unit_transfer_s = LINK.at(100 * ROW_BYTES)
-    landings = [DECODE.base_s + ENCODE.at(1000 * n) + unit_transfer_s for n in (1, 2, 3, 4)]
+    # The first unit is encoded as soon as a quarter of the video is decoded.
+    landings = [DECODE.base_s / 4 + ENCODE.at(1000 * n) + unit_transfer_s for n in (1, 2, 3, 4)]
     t = 0.0
     for landing_s in landings:
         t = max(t, landing_s) + prefill_s(100)
@@ -177,7 +198,7 @@ def test_lacking_kv_blocks_count_as_a_queue() -> None:
 
 def test_links_are_costed_by_class_and_never_filtered() -> None:
     near, far = worker("near", host="h-1/p"), worker("far", host="h-2")
-    costs = {LinkClass.SAME_PROCESS: LINK, LinkClass.SAME_HOST: LINK, LinkClass.TCP: Line(0.5, 0.0)}
+    costs = dict.fromkeys(LinkClass, LINK) | {LinkClass.TCP: Line(0.5, 0.0)}
     request = query(image(0), 10)
     state = replace(snapshot([far, near], [encoder("e", host="h-1/p")]), links=costs)
     assert plan_route(request, state, 0.0).worker_id == "near"

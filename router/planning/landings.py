@@ -1,0 +1,162 @@
+"""Assigns the media of a request to encoders, and predicts when their features land at a worker.
+
+    land(unit, w) = max(wait(e), decode_queue(e) + decode)   the device is free, and the unit is decoded
+                    + device_prepare + encode_e(units of this request on e, up to and including this one)
+                    + alpha(e,w) + beta(e,w) * bytes         over a link that the request's units share
+
+The items of a request that go to one encoder queue behind each other: for a decode process, and on the device. All
+units share the links to the worker, and the unit that is complete first takes the link first. A feature that an encoder
+holds, or that is on its way there, costs only its transfer. `LandingProblem` holds these numbers for one request.
+
+`land_rows` makes a greedy choice for each row: a row stands for the workers that lack the same items and reach all
+encoders over links of the same classes. `improve` then improves the choice for one worker, because a greedy choice may
+be a few percent worse than the best one. Both are computed in C (`landings.c`), or in Python where the machine has no
+compiler (`landing_search`). The module knows nothing of how the numbers come about, or of the score of a worker except
+that a unit which lands later may end its prefill later.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric.c_library import load_c_library
+from router.planning import landing_search
+from router.planning.landing_search import (
+    Bytes,
+    Improved,
+    Ints,
+    ItemStage,
+    LandingGoal,
+    LandingProblem,
+    LandingRows,
+)
+from router.planning.member_columns import address_of
+
+MAX_TRIALS = 320
+"""Limits the assignments that `improve` tries. A request of eight pictures needs about 100."""
+
+
+def land_rows(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> LandingRows:
+    """Chooses encoders for each row and predicts the landings. `classes` holds the link class of each encoder, with
+    shape `(rows, stride)`, and `lacks` says which items the row lacks, with shape `(rows, items)`."""
+    num_rows, library = len(lacks), _library()
+    if library is None:
+        return landing_search.land_rows(problem, classes, lacks)
+    rows = LandingRows(
+        np.empty((num_rows, problem.num_items), np.int64), np.empty((num_rows, problem.num_units), np.float64)
+    )
+    library.land_rows(
+        ctypes.byref(_described(problem)),
+        num_rows,
+        address_of(classes),
+        address_of(lacks),
+        problem.first,
+        address_of(_offers(problem)),
+        address_of(rows.encoders),
+        address_of(rows.landings_s),
+    )
+    return rows
+
+
+def improve(
+    problem: LandingProblem,
+    classes: Bytes,
+    lacks: Bytes,
+    encoders: Ints,
+    goal: LandingGoal,
+    max_trials: int = MAX_TRIALS,
+) -> Improved:
+    """Returns a choice for one worker that is at least as good as `encoders`, the choice of `land_rows` for the same
+    problem. The arrays are those of one row. With `max_trials` 0 the choice stays."""
+    library = _library()
+    if library is None:
+        return landing_search.improve(problem, classes, lacks, encoders, goal, max_trials)
+    chosen, landings_s = encoders.copy(), np.empty(problem.num_units)
+    stages = np.zeros((problem.num_items, len(ItemStage._fields)))
+    end_s = library.improve(
+        ctypes.byref(_described(problem)),
+        address_of(_offers(problem)),
+        address_of(classes),
+        address_of(lacks),
+        goal.least_s,
+        goal.s_per_token,
+        address_of(goal.behind),
+        max_trials,
+        address_of(chosen),
+        address_of(landings_s),
+        address_of(stages),
+    )
+    return Improved(end_s, chosen.tolist(), landings_s, [ItemStage(*row) for row in stages.tolist()])
+
+
+# ------------------------------------------------------------ the C library
+
+_COUNTS = ("num_items", "num_units", "num_encoders", "stride", "num_bins", "num_classes")
+_ARRAYS = (
+    "modality",
+    "first_unit",
+    "cost",
+    "unit_share",
+    "unit_bytes",
+    "rates",
+    "is_able",
+    "decoder_free_s",
+    "num_decoders",
+    "waits_s",
+    "bin_sizes_s",
+    "ready_s",
+    "alpha_s",
+    "s_per_byte",
+)
+
+
+_OFFER = np.dtype("f8, i8, i8")
+
+
+class _CProblem(ctypes.Structure):
+    """Mirrors `Problem` in `landings.c`."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in _COUNTS] + [(name, ctypes.c_void_p) for name in _ARRAYS]
+
+
+def _described(problem: LandingProblem) -> _CProblem:
+    """Returns the C description of a problem; it is valid as long as the problem lives."""
+    found: _CProblem | None = problem.kept.get("described")
+    if found is None:
+        counts = (
+            problem.num_items,
+            problem.num_units,
+            problem.num_encoders,
+            problem.stride,
+            len(problem.waits_s),
+            len(problem.alpha_s),
+        )
+        found = _CProblem(*counts, *[address_of(getattr(problem, name)) for name in _ARRAYS])
+        problem.kept["described"] = found
+    return found
+
+
+def _offers(problem: LandingProblem) -> npt.NDArray[np.void]:
+    """Returns the array in which the C library keeps what it knows of each item alone on each encoder; its `land_rows`
+    fills it. Has shape `(items * num_encoders,)`."""
+    found: npt.NDArray[np.void] | None = problem.kept.get("offers")
+    if found is None:
+        found = problem.kept["offers"] = np.empty(problem.num_items * problem.num_encoders, _OFFER)
+    return found
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | None:
+    library = load_c_library(Path(__file__).with_name("landings.c"))
+    if library is not None:
+        pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+        library.land_rows.argtypes = [pointer, number, pointer, pointer, number, *[pointer] * 3]
+        library.land_rows.restype = None
+        library.improve.argtypes = [*[pointer] * 4, seconds, seconds, pointer, number, *[pointer] * 3]
+        library.improve.restype = seconds
+    return library

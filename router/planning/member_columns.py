@@ -1,0 +1,361 @@
+"""Keeps what the planner reads of all members as columns of numbers, so that a plan costs a few vector operations
+instead of a view object for each member. `WorkerColumns` and `EncoderColumns` have one column for each slot, and a slot
+is the member's row in `Learning`. Reports, dispatches and learned costs change them in place.
+
+The columns hold only what was said: what a member reported last, what this router has dispatched since, and what its
+work is believed to cost. `predictions` and `landings` make times of that. A silent member is one without a report, or
+one whose reports stopped. Its last report stays in force, because its queue may have become shorter only as fast as it
+could work, and all that this router has open on it counts in addition.
+
+Times on the router's clock end in `at_s`. The module has no clock, so callers pass the time in. It knows nothing of the
+choice between members.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fabric.contracts import (
+    PROFILE_LENGTH,
+    EncoderReport,
+    Member,
+    MemberId,
+    WorkerReport,
+    add_work,
+    decode_waits_s,
+)
+from router.planning.link_classes import LinkPlace, LinkRules
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Bytes = npt.NDArray[np.uint8]
+
+UNLIMITED = 1e12
+"""Stands for a limit that is not known."""
+MAX_SILENCE_S = 1.0
+"""A silent member counts as busy for as long as it has been silent, but at most for this time: it is uncertain and not
+idle, and if all members are silent, this is the same for all."""
+
+
+def address_of(array: npt.NDArray[np.generic]) -> int:
+    """Returns the address of an array's first value, for a C function. The array must outlive the call."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]  # an array is a buffer
+    except (TypeError, ValueError):  # The array is empty, read-only or not contiguous.
+        address: int = array.__array_interface__["data"][0]
+        return address
+
+
+class SlotColumns:
+    """Holds the members of one kind by slot, and the columns that both kinds have. Subclasses name further columns in
+    `FIELDS`; each is an array of shape `(capacity,)`."""
+
+    FIELDS: tuple[str, ...] = ()
+    COMMON = ("num_open", "open_units", "num_pending", "pending_units", "report_at_s", "is_reported", "barred_until_s")
+    num_open: Floats
+    """Counts this router's attempts that have not ended on the member."""
+    open_units: Floats
+    """Sums their work: weighted tokens on a worker, seconds of forward passes on an encoder."""
+    num_pending: Floats
+    """Counts the attempts that no report contains yet; `pending_units` sums their work."""
+    pending_units: Floats
+    report_at_s: Floats
+    is_reported: Floats
+    barred_until_s: Floats
+    """Plans do not use the member before this time. It is infinite for a slot without a member."""
+
+    def __init__(self) -> None:
+        self.capacity = 0
+        self.members: list[Member | None] = []
+        self.member_to_slot: dict[MemberId, int] = {}
+        self._described: dict[type[ctypes.Structure], Any] = {}
+        self._table: Floats = np.zeros((len(self.COMMON) + len(self.FIELDS), 0))
+        self._grow(8)
+
+    def __len__(self) -> int:
+        """Returns the number of slots up to the last one that was ever in use."""
+        return len(self.members)
+
+    def add(self, member: Member, slot: int) -> None:
+        """Takes a new member into a free slot."""
+        while slot >= self.capacity:
+            self._grow(2 * self.capacity)
+        self.members += [None] * (slot + 1 - len(self.members))
+        self.members[slot] = member
+        self.member_to_slot[member.member_id] = slot
+        self._table[:, slot] = 0.0
+        self.barred_until_s[slot] = -np.inf
+        self._clear(slot)
+
+    def remove(self, member_id: MemberId) -> None:
+        """Frees the slot of a member that has left."""
+        slot = self.member_to_slot.pop(member_id)
+        self.members[slot] = None
+        self._table[:, slot] = 0.0
+        self.barred_until_s[slot] = np.inf
+        self._clear(slot)
+
+    def usable(self, excluded: Sequence[MemberId] | frozenset[MemberId], now: float) -> Flags:
+        """Returns which members a plan may use. Has shape `(slots,)`."""
+        found: Flags = self.barred_until_s[: len(self)] <= now
+        for member_id in excluded:
+            if (slot := self.member_to_slot.get(member_id)) is not None:
+                found[slot] = False
+        return found
+
+    def silence_s(self, now: float, stale_after_s: float) -> Floats | None:
+        """Returns how long each member has been silent, up to `MAX_SILENCE_S`, or None if no member is silent. Has
+        shape `(slots,)`."""
+        num = len(self)
+        silent_s = now - stale_after_s - self.report_at_s[:num]
+        silent_s[self.is_reported[:num] == 0.0] = MAX_SILENCE_S
+        if not (silent_s > 0.0).any():
+            return None
+        found: Floats = np.clip(silent_s, 0.0, MAX_SILENCE_S)
+        return found
+
+    def described(self, kind: type[ctypes.Structure]) -> Any:
+        """Returns a structure of a C library that points to the columns that it names. It is kept until the columns
+        move."""
+        found = self._described.get(kind)
+        if found is None:
+            found = self._described[kind] = kind()
+            for name, its_type in kind._fields_:  # type: ignore[misc]
+                if its_type is ctypes.c_void_p:
+                    setattr(found, name, address_of(getattr(self, name)))
+        return found
+
+    def _grow(self, capacity: int) -> None:
+        self._described.clear()
+        wider = np.zeros((len(self._table), capacity))
+        wider[:, : self.capacity] = self._table
+        self._table, self.capacity = wider, capacity
+        for name, row in zip((*self.COMMON, *self.FIELDS), wider, strict=True):
+            setattr(self, name, row)
+        self.barred_until_s[len(self.members) :] = np.inf
+
+    def _clear(self, slot: int) -> None:
+        """Forgets what a subclass keeps of a slot besides its columns."""
+
+
+class WorkerColumns(SlotColumns):
+    FIELDS = (
+        "queued_tokens",
+        "num_queued",
+        "num_decoding",
+        "max_step_tokens",
+        "num_there",
+        "max_sequences",
+        "residence_s",
+        "kv_blocks_total",
+        "kv_blocks_used",
+        "inbox_bytes",
+        "reported_base_s",
+        "reported_decode_s",
+        "pending_blocks",
+        "block_size",
+        "base_s",
+        "per_token_s",
+        "delivery_s",
+    )
+    queued_tokens: Floats
+    """Counts the weighted tokens that were queued and could be computed at the report."""
+    num_queued: Floats
+    """Counts the same tokens without weights."""
+    num_decoding: Floats
+    max_step_tokens: Floats
+    num_there: Floats
+    """Counts the sequences that run or wait."""
+    max_sequences: Floats
+    residence_s: Floats
+    kv_blocks_total: Floats
+    kv_blocks_used: Floats
+    inbox_bytes: Floats
+    reported_base_s: Floats
+    reported_decode_s: Floats
+    """Holds the time that the worker measured for each decoding sequence, together with `reported_base_s`."""
+    pending_blocks: Floats
+    """Counts the KV blocks of dispatched attempts that no report contains yet."""
+    block_size: Floats
+    base_s: Floats
+    """Holds the believed overhead of a step; `per_token_s` is that of a weighted token."""
+    per_token_s: Floats
+    delivery_s: Floats
+    """Holds the time that a request takes to the worker together with its first token's way back."""
+    NUM_REPORTED = FIELDS.index("reported_decode_s") + 1
+
+    def take(self, slot: int, report: WorkerReport, now: float) -> None:
+        """Takes in a report that came at `now`."""
+        engine, first = report.engine, len(self.COMMON)
+        self._table[first : first + self.NUM_REPORTED, slot] = (
+            engine.queued_weighted_tokens or engine.queued_tokens,
+            engine.queued_tokens,
+            engine.num_decoding,
+            report.max_step_tokens or UNLIMITED,
+            engine.num_running + engine.num_waiting,
+            report.max_sequences,
+            report.residence_s,
+            engine.kv_blocks_total,
+            engine.kv_blocks_used,
+            report.features.inbox_bytes_total,
+            report.step_overhead_s,
+            report.decode_s_per_sequence,
+        )
+        self.report_at_s[slot], self.is_reported[slot] = now, 1.0
+
+    def decode_s(self) -> Floats:
+        """Returns the time that each decoding sequence adds to a step. The worker measured it together with the step's
+        overhead, so the believed overhead scales it. Has shape `(slots,)`."""
+        num = len(self)
+        base_s, measured_s = self.base_s[:num], self.reported_base_s[:num]
+        scale = np.where(measured_s > 0.0, base_s / np.maximum(measured_s, 1e-12), 1.0)
+        own_s = self.reported_decode_s[:num]
+        found: Floats = np.where(own_s > 0.0, own_s * scale, self.per_token_s[:num])
+        return found
+
+    def believe(self, workers: Floats) -> None:
+        """Takes the believed costs, with shape `(stages, 2, slots)`: prefill, then delivery."""
+        num = min(workers.shape[2], self.capacity)
+        self.base_s[:num], self.per_token_s[:num] = np.nan_to_num(workers[0, :, :num])
+        self.delivery_s[:num] = np.nan_to_num(workers[1, 0, :num])
+
+    def _clear(self, slot: int) -> None:
+        self.max_step_tokens[slot] = UNLIMITED
+
+
+class EncoderColumns(SlotColumns):
+    FIELDS = (
+        "forward_left_s",
+        "unit_s",
+        "patience",
+        "decode_left_s",
+        "decode_queue_s",
+        "decode_short_s",
+        "num_decoders",
+        "pending_decode_s",
+    )
+    forward_left_s: Floats
+    """Holds the rest of the running forward pass at the report, and `unit_s` the mean duration of a pass."""
+    unit_s: Floats
+    patience: Floats
+    decode_left_s: Floats
+    """Holds the time until a decode process was free at the report, `decode_queue_s` the decoding time of all items
+    that waited, and `decode_short_s` that of the items of one unit among them."""
+    decode_queue_s: Floats
+    decode_short_s: Floats
+    num_decoders: Floats
+    pending_decode_s: Floats
+    NUM_REPORTED = FIELDS.index("num_decoders") + 1
+
+    def __init__(self) -> None:
+        self.profiles: Floats = np.zeros((PROFILE_LENGTH, 0))
+        """Holds the reported queues (`fabric.contracts.encoder_queue`). Has shape `(PROFILE_LENGTH, capacity)`."""
+        self.pending_profiles: Floats = np.zeros((PROFILE_LENGTH, 0))
+        """Holds what was dispatched and is in no report yet, in the same form."""
+        self.rates: Floats = np.zeros((0, 6, 0))
+        """Holds the believed costs by modality row: base and slope of decoding, of preparing on the device and of
+        encoding. Has shape `(modalities, 6, capacity)`."""
+        self.is_able: Bytes = np.zeros((0, 0), np.uint8)
+        """Says which encoders have loaded a modality. Has shape `(modalities, capacity)`."""
+        super().__init__()
+
+    def take(self, slot: int, report: EncoderReport, now: float) -> None:
+        """Takes in a report that came at `now`."""
+        first = len(self.COMMON)
+        self._table[first : first + self.NUM_REPORTED, slot] = (
+            report.forward_left_s,
+            report.unit_s,
+            report.patience,
+            report.decode_left_s,
+            report.decode_queue_s,
+            report.decode_short_s,
+            report.num_decode_processes,
+        )
+        self.profiles[:, slot] = report.queue_profile
+        self.report_at_s[slot], self.is_reported[slot] = now, 1.0
+
+    def add_pending(self, slot: int, seconds: float, key: float, decode_s: float) -> None:
+        """Adds dispatched work that no report contains yet, or removes it if the seconds are negative."""
+        add_work(self.pending_profiles[:, slot], seconds, key)
+        self.pending_decode_s[slot] += decode_s
+        if not self.num_pending[slot]:  # Sums of floats leave remainders.
+            self.pending_profiles[:, slot] = self.pending_decode_s[slot] = 0.0
+
+    def serve(self, slot: int, modality_rows: Sequence[int]) -> None:
+        """Records which modalities the encoder of a slot has loaded."""
+        self._widen(max(modality_rows, default=-1) + 1)
+        self.is_able[:, slot] = 0
+        self.is_able[list(modality_rows), slot] = 1
+
+    def believe(self, encoders: Floats) -> None:
+        """Takes the believed costs, with shape `(modalities, 6, slots)`."""
+        self._widen(len(encoders))
+        num = min(encoders.shape[2], self.capacity)
+        self.rates[: len(encoders), :, :num] = np.nan_to_num(encoders[:, :, :num])
+
+    def _grow(self, capacity: int) -> None:
+        more = capacity - self.capacity
+        self.profiles = np.pad(self.profiles, ((0, 0), (0, more)))
+        self.pending_profiles = np.pad(self.pending_profiles, ((0, 0), (0, more)))
+        self.rates = np.pad(self.rates, ((0, 0), (0, 0), (0, more)))
+        self.is_able = np.pad(self.is_able, ((0, 0), (0, more)))
+        super()._grow(capacity)
+
+    def _widen(self, num_modalities: int) -> None:
+        more = num_modalities - len(self.rates)
+        if more > 0:
+            self.rates = np.pad(self.rates, ((0, more), (0, 0), (0, 0)))
+            self.is_able = np.pad(self.is_able, ((0, more), (0, 0)))
+
+    def _clear(self, slot: int) -> None:
+        self.patience[slot] = 4.0
+        self.profiles[:, slot] = 0.0
+        self.pending_profiles[:, slot] = 0.0
+        self.is_able[:, slot] = 0
+
+
+def decoder_waits_s(encoders: EncoderColumns, now: float, *, is_long: bool) -> Floats:
+    """Returns when a decode process of each encoder takes a new item. `is_long` says that the item has several units;
+    such items leave a process to the others. Has shape `(capacity,)`."""
+    waiting_s = encoders.decode_queue_s if is_long else encoders.decode_short_s
+    ages_s = np.where(encoders.is_reported > 0.0, now - encoders.report_at_s, 0.0)
+    return decode_waits_s(encoders.decode_left_s, waiting_s + encoders.pending_decode_s, encoders.num_decoders, ages_s)
+
+
+def idle_pace(workers: WorkerColumns, slot: int, num_tokens: int, weighted_tokens: float) -> tuple[float, float]:
+    """Returns the seconds per weighted token of a request that is alone on a worker, and the cost of its last step."""
+    base_s, per_token_s = float(workers.base_s[slot]), float(workers.per_token_s[slot])
+    num_before_last = (num_tokens - 1) // max(1.0, float(workers.max_step_tokens[slot]))
+    return per_token_s + num_before_last * base_s / max(weighted_tokens, 1.0), base_s
+
+
+class LinkPatterns:
+    """Groups workers by the classes of their links to all encoders. Most workers have an encoder on none of their
+    links that is closer than the network, so the patterns are few."""
+
+    def __init__(self) -> None:
+        self.pattern_of_worker: npt.NDArray[np.int64] = np.zeros(0, np.int64)
+        """Holds the pattern of each worker's slot."""
+        self.classes: Bytes = np.zeros((0, 0), np.uint8)
+        """Holds the number of the link class to each encoder. Has shape `(patterns, encoder capacity)`."""
+        self.is_stale = True
+
+    def forget(self) -> None:
+        """Records that members came or went; the patterns must be refreshed before the next plan."""
+        self.is_stale = True
+
+    def refresh(
+        self, rules: LinkRules, workers: Sequence[LinkPlace], encoders: Sequence[LinkPlace], capacity: int
+    ) -> None:
+        """Computes the patterns. The places are by slot, any place for a free one; `capacity` is that of the encoders'
+        columns."""
+        table = np.zeros((len(workers), capacity), np.uint8)
+        table[:, : len(encoders)] = rules.table(encoders, workers)
+        self.classes, pattern = np.unique(table, axis=0, return_inverse=True)
+        self.pattern_of_worker = pattern.reshape(-1).astype(np.int64)
+        self.is_stale = False

@@ -1,0 +1,174 @@
+/* Predicts when each worker begins with a request, and when each encoder's device begins with new work. It computes what
+   `predictions.py` explains and computes with numpy where the machine has no compiler; a test holds the two equal. All
+   arrays belong to the caller; a column has a value for each slot. */
+
+#include <math.h>
+#include <stdint.h>
+
+#pragma STDC FP_CONTRACT OFF
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC optimize("fp-contract=off") /* A fused operation rounds differently and can move a floor. */
+#endif
+
+typedef struct {
+  int64_t num; /* slots */
+  const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *is_reported, *queued_tokens,
+      *num_decoding, *max_step_tokens, *num_there, *max_sequences, *residence_s, *kv_blocks_total, *kv_blocks_used,
+      *reported_base_s, *reported_decode_s, *pending_blocks, *block_size, *base_s, *per_token_s;
+} Workers;
+
+typedef struct {
+  double now, stale_after_s, max_silence_s, num_tokens, scale_tokens;
+  const int32_t *depths;
+  const double *promised_tokens; /* or null */
+} Request;
+
+typedef struct { /* [slots] each */
+  double *held, *covered, *weighted, *own_s, *queue_s, *shared_s, *s_per_token, *last_s, *start_s;
+} Times;
+
+typedef struct {
+  double step_s, s_per_token, room, full_s;
+} Steps;
+
+static double most(double a, double b) { return a > b ? a : b; }
+static double least(double a, double b) { return a < b ? a : b; }
+
+static double seconds(const Steps *steps, double num_tokens) {
+  double num_full = floor(num_tokens / steps->room), rest = num_tokens - num_full * steps->room;
+  return num_full * steps->full_s + (rest > 0.0 ? steps->step_s + steps->s_per_token * rest : 0.0);
+}
+
+static double before_last(const Steps *steps, double num_tokens) { return floor((num_tokens - 1.0) / steps->room); }
+
+void worker_times(const Workers *all, const Request *request, const Times *out) {
+  for (int64_t w = 0; w < all->num; w++) {
+    double silence_s = all->is_reported[w] == 0.0
+                           ? request->max_silence_s
+                           : request->now - request->stale_after_s - all->report_at_s[w];
+    silence_s = least(most(silence_s, 0.0), request->max_silence_s);
+    int is_silent = silence_s > 0.0;
+    double pending = is_silent ? all->open_units[w] : all->pending_units[w];
+    double num_pending = is_silent ? all->num_open[w] : all->num_pending[w];
+    double num_decoding = is_silent ? most(all->num_decoding[w], all->num_open[w]) : all->num_decoding[w];
+
+    /* The steps of the worker, and what is ahead in them. */
+    double base_s = all->base_s[w], s_per_token = all->per_token_s[w], decode_s = s_per_token;
+    if (all->reported_decode_s[w] > 0.0) {
+      double measured_s = all->reported_base_s[w];
+      decode_s = all->reported_decode_s[w] * (measured_s > 0.0 ? base_s / most(measured_s, 1e-12) : 1.0);
+    }
+    Steps steps = {base_s + decode_s * num_decoding, s_per_token, most(1.0, all->max_step_tokens[w] - num_decoding), 0.0};
+    steps.full_s = most(steps.step_s + s_per_token * steps.room, 1e-12);
+    double queued = all->queued_tokens[w], age_s = most(request->now - all->report_at_s[w], 0.0);
+    double work_s = seconds(&steps, queued), remaining_s, ahead;
+    if (queued > 0.0 && age_s < work_s) {
+      double num_begun = floor(age_s / steps.full_s) + 1.0, num_left = most(queued - num_begun * steps.room, 0.0);
+      remaining_s = (num_left > 0.0 ? num_begun * steps.full_s : work_s) - age_s;
+      ahead = pending + num_left;
+    } else if (num_decoding > 0.0) {
+      remaining_s = 0.5 * steps.step_s;
+      ahead = pending;
+    } else {
+      double first = least(pending / most(num_pending, 1.0), steps.room);
+      remaining_s = 0.5 * (steps.step_s * (first > 0.0) + s_per_token * first);
+      ahead = pending - first;
+    }
+    double num_full = floor(ahead / steps.room), begin_s = remaining_s + num_full * steps.full_s;
+    double num_shared = ahead - num_full * steps.room;
+
+    /* What the worker has of the prompt. */
+    double block_size = most(all->block_size[w], 1.0);
+    double num_blocks = least(request->depths[w], floor((request->num_tokens - 1.0) / block_size));
+    int is_forgotten = is_silent && all->is_reported[w] > 0.0; /* The cache has changed since the last report. */
+    if (is_forgotten) num_blocks = 0.0;
+    double held = num_blocks * block_size, covered = held;
+    if (request->promised_tokens && !is_forgotten) {
+      double promised = least(request->promised_tokens[w], most(request->num_tokens - 1.0, 0.0)) - ceil(num_shared);
+      covered = most(held, floor(promised / block_size) * block_size);
+    }
+    double missing = request->num_tokens - covered;
+    double weighted = missing * (1.0 + (covered + 0.5 * missing) / request->scale_tokens);
+
+    /* The wait for places and blocks. */
+    double num_over = all->num_there[w] + all->num_pending[w] + 1.0 - all->max_sequences[w], free_s = 0.0;
+    if (all->max_sequences[w] > 0.0 && num_over > 0.0)
+      free_s = all->residence_s[w] * num_over / most(all->max_sequences[w], 1.0);
+    double need = ceil(request->num_tokens / block_size) - num_blocks;
+    double unused = most(all->kv_blocks_total[w] - (all->kv_blocks_used[w] + all->pending_blocks[w]), 0.0);
+    double lacking = all->kv_blocks_total[w] > 0.0 ? most(need - unused, 0.0) : 0.0;
+    if (lacking > 0.0) {
+      double blocks_per_s =
+          all->residence_s[w] > 0.0 ? all->kv_blocks_used[w] / most(all->residence_s[w], 1e-12) : 0.0;
+      if (blocks_per_s > 0.0)
+        free_s = most(free_s, lacking / blocks_per_s);
+      else
+        begin_s += seconds(&steps, lacking * all->block_size[w]);
+    }
+
+    double own_steps = before_last(&steps, missing);
+    double num_more = before_last(&steps, num_shared + missing) - own_steps;
+    double shared_s = s_per_token * num_shared + steps.step_s * num_more, queue_s = most(begin_s, free_s);
+    shared_s = most(begin_s + shared_s - queue_s, 0.0);
+    queue_s += silence_s;
+    out->held[w] = held;
+    out->covered[w] = covered;
+    out->weighted[w] = weighted;
+    out->queue_s[w] = queue_s;
+    out->shared_s[w] = shared_s;
+    out->s_per_token[w] = s_per_token + own_steps * steps.step_s / most(weighted, 1.0);
+    out->own_s[w] = out->s_per_token[w] * weighted;
+    out->last_s[w] = steps.step_s;
+    out->start_s[w] = queue_s + shared_s;
+  }
+}
+
+/* Writes the earliest end of each worker's prefill that the landings permit, where it is later than `end_s` says.
+   `landings_s` is [rows][units]; runs are those of placeholders, in any order. */
+void await_landings(int64_t num_workers, const int64_t *rows, const double *landings_s, int64_t num_units,
+                    int64_t num_runs, const int64_t *run_units, const double *run_ends, const double *run_behind,
+                    const double *covered, const double *weighted, const double *s_per_token, double *end_s) {
+  for (int64_t w = 0; w < num_workers; w++) {
+    const double *landed = landings_s + rows[w] * num_units;
+    for (int64_t r = 0; r < num_runs; r++) {
+      if (run_ends[r] <= covered[w]) continue;
+      double awaited_s = landed[run_units[r]] + s_per_token[w] * least(run_behind[r], weighted[w]);
+      if (awaited_s > end_s[w]) end_s[w] = awaited_s;
+    }
+  }
+}
+
+typedef struct {
+  int64_t num, stride, num_bins;
+  const double *profiles, *pending_profiles; /* [2 * bins][stride]: seconds, then moments */
+  const double *is_reported, *report_at_s, *forward_left_s, *unit_s, *patience, *open_units, *pending_units;
+} Encoders;
+
+/* Writes the waits [bins + 1][stride] behind the first bins of each queue, and the sizes [bins][stride] from which on new
+   work is behind each bin. */
+void device_waits(const Encoders *all, double now, double stale_after_s, double max_silence_s, int64_t priority,
+                  double *waits_s, double *sizes_s) {
+  for (int64_t e = 0; e < all->num; e++) {
+    int is_reported = all->is_reported[e] > 0.0;
+    double age_s = is_reported ? now - all->report_at_s[e] : 0.0, since_s = age_s - all->forward_left_s[e];
+    double silence_s = is_reported ? now - stale_after_s - all->report_at_s[e] : max_silence_s, total_s = 0.0;
+    silence_s = least(most(silence_s, 0.0), max_silence_s);
+    double extra_s = silence_s + (silence_s > 0.0 ? all->open_units[e] - all->pending_units[e] : 0.0);
+    for (int64_t k = 0; k < all->num_bins; k++) {
+      int64_t at = k * all->stride + e, moment_at = (all->num_bins + k) * all->stride + e;
+      double in_bin_s = all->profiles[at] + all->pending_profiles[at];
+      double moment = all->profiles[moment_at] + all->pending_profiles[moment_at];
+      waits_s[at] = total_s;
+      total_s += in_bin_s;
+      sizes_s[at] = -INFINITY;
+      if (priority && k > 0)
+        sizes_s[at] = priority > 0 ? -INFINITY : INFINITY;
+      else if (in_bin_s > 0.0)
+        sizes_s[at] = (moment / most(in_bin_s, 1e-12) - age_s) / most(all->patience[e], 1e-9) * (1.0 - 1e-9);
+    }
+    waits_s[all->num_bins * all->stride + e] = total_s;
+    double in_the_way_s = since_s > 0.0 ? most(least(0.5 * all->unit_s[e], total_s - since_s), 0.0) : 0.0;
+    for (int64_t k = 0; k <= all->num_bins; k++)
+      waits_s[k * all->stride + e] = most(waits_s[k * all->stride + e] - since_s, in_the_way_s) + extra_s;
+  }
+}
