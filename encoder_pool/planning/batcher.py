@@ -7,17 +7,20 @@ take, by the same unit of cost (a patch, or a mel frame).
 
 A unit is the part of an item that one forward pass encodes as a whole. An idle encoder starts at once, and the units
 that arrive during a pass share the next one. The OmniConnector article (docs/references.md) reports 3.8 times the
-images per second at 8 images per pass from this alone. Units of different requests are fused into one pass wherever a
-pass has a fixed overhead. Where the measured overhead is zero (one picture keeps a CPU fully busy), the first unit does
-not wait for the others. Units of one request are fused only if that saves more time than it adds to the first unit,
-because the language model can process an early feature while the encoder computes the next one.
+images per second at 8 images per pass from this alone. Units of different requests are fused into one pass if all that
+wait gain more from one overhead less than the units that are ahead lose by a longer pass. Where the measured overhead
+is zero (one picture keeps a CPU fully busy), the first unit does not wait for the others. Units of one request are
+fused only if that saves more time than it adds to the first unit, because the language model can process an early
+feature while the encoder computes the next one.
 
 The module has no clock, so callers pass the time in. It knows nothing of models, files, budgets or the arena.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from math import exp2, inf
 from typing import NamedTuple
 
@@ -28,9 +31,10 @@ from fabric.contracts import MemberId, Memory, MmHash, Rank, UnitKey, corrected
 LOOK_AHEAD = 64
 """Limits how many units may be passed over while a batch is chosen; the search then ends. This bounds the time of one
 choice."""
-MIN_GAIN = 0.02
-"""Units of different requests are fused only if a separate forward pass has an overhead of at least this share of the
-unit's own work. A smaller overhead is noise of the measurement."""
+NUM_SPARED = 2.0
+"""For each waiting unit, this many units are taken to gain from a saved overhead: itself, and one that comes before the
+queue is empty. With more, pictures wait longer behind others at low load; with fewer, they wait longer at high load
+(`docs/adr/0053-an-encoders-order-is-a-contract.md`)."""
 
 
 class QueuedUnit(NamedTuple):
@@ -79,18 +83,25 @@ def choose_batch(
     first = next(line, None)
     if first is None:
         return []
+    waiting = deque(islice(line, LOOK_AHEAD))
     batch, passed_over = [first], list[QueuedUnit]()
     line_of_forward = estimate(first.modality)
     requests = {first.rank.age}
     # `along_cost` sums the units that follow another unit of their own request in this batch.
     cost, along_cost = first.cost, 0
-    while cost < max_cost and len(passed_over) < LOOK_AHEAD and (unit := next(line, None)) is not None:
+    while cost < max_cost and len(passed_over) < LOOK_AHEAD and waiting:
+        num_waiting, unit = len(waiting), waiting.popleft()
+        waiting.extend(islice(line, 1))
         is_same_request = unit.rank.age in requests
         weighed = along_cost + unit.cost if is_same_request else unit.cost
         if (
             unit.modality != first.modality
             or cost + unit.cost > max_cost
-            or not is_fusing_worthwhile(line_of_forward, weighed, is_same_request=is_same_request)
+            or not (
+                is_own_worthwhile(line_of_forward, weighed)
+                if is_same_request
+                else is_fusing_worthwhile(line_of_forward, unit.cost, len(batch), num_waiting)
+            )
         ):
             passed_over.append(unit)
             continue
@@ -103,17 +114,30 @@ def choose_batch(
     return batch
 
 
-def is_fusing_worthwhile(estimate: CostEstimate, cost: int, *, is_same_request: bool) -> bool:
-    """Returns whether a unit of `cost` should join a forward pass with a unit that is ahead of it.
+def is_own_worthwhile(estimate: CostEstimate, cost: int) -> bool:
+    """Returns whether a unit should join a forward pass with an earlier unit of its own request.
 
-    In a separate pass the unit adds `overhead_s` for itself and for every unit behind it. In the same pass it delays
-    the earlier unit's feature by the time that its own patches take. That delay counts fully if both units are of one
-    request, because the request gains from receiving one feature before the other. `cost` is then the sum over all
-    units of that request that join, because the first unit waits for each of them, and so may a picture that arrives
-    meanwhile. Returns True while nothing is measured.
+    In a separate pass it adds `overhead_s` for itself and for every unit behind it. In the same pass it delays the
+    earlier unit's feature by the time that its own patches take, and that delay counts fully, because the request gains
+    from receiving one feature before the other. `cost` is the sum over all units of that request that join, because the
+    first unit waits for each of them, and so may a picture that arrives meanwhile. Returns True while nothing is
+    measured.
     """
-    share = 1.0 if is_same_request else MIN_GAIN
-    return estimate.overhead_s >= share * estimate.seconds_per_cost * cost
+    return estimate.overhead_s >= estimate.seconds_per_cost * cost
+
+
+def is_fusing_worthwhile(estimate: CostEstimate, cost: int, num_ahead: int, num_waiting: int) -> bool:
+    """Returns whether a unit of `cost` should join a forward pass with `num_ahead` units of other requests, while
+    `num_waiting` units wait that are not in the pass, itself included.
+
+    In the same pass it delays all units in the pass by the time of its own patches. In a separate pass it delays itself
+    and every unit behind it by one overhead more, and so it does to units that come while the queue lasts
+    (`NUM_SPARED`). A unit whose own patches take no longer than the overhead always joins. Returns True while nothing
+    is measured.
+    """
+    unit_s = estimate.seconds_per_cost * cost
+    gained_s = NUM_SPARED * estimate.overhead_s * num_waiting
+    return estimate.overhead_s >= unit_s or gained_s >= unit_s * num_ahead
 
 
 def _other_size(batch: list[QueuedUnit], passed_over: list[QueuedUnit], max_cost: int) -> list[QueuedUnit]:
@@ -222,15 +246,14 @@ class ForwardCosts:
 
     def passes_s(self, modality: str, cost: int, num_units: int, max_batch_cost: int) -> float:
         """Returns the seconds of the forward passes over `num_units` units of one request that cost `cost` together,
-        as `choose_batch` fuses them: with units of other requests if the request has one unit, and otherwise with
-        each other. Passes that are shared with other requests count in part."""
+        as `choose_batch` fuses them. A single unit that always joins others counts with a part of a pass."""
         estimate = self.estimate(modality)
         unit_cost = cost / max(num_units, 1)
         if num_units > 1:
             unit_s = estimate.seconds_per_cost * unit_cost
             num_fused = 1.0 + (estimate.overhead_s // unit_s if unit_s else 0.0)
             num_passes = num_units / num_fused
-        elif is_fusing_worthwhile(estimate, cost, is_same_request=False):
+        elif estimate.overhead_s >= estimate.seconds_per_cost * cost:
             num_passes = 0.0
         else:
             num_passes = 1.0

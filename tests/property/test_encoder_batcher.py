@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from encoder_pool.planning import CostEstimate, QueuedUnit, choose_batch, split_cost
-from encoder_pool.planning.batcher import is_fusing_worthwhile, place_in_line
+from encoder_pool.planning.batcher import place_in_line
 from fabric.contracts import CallTurn, MmHash, UnitKey
 
 SECONDS_PER_COST = 0.01
@@ -49,19 +49,24 @@ def test_a_batch_is_led_by_the_first_and_filled_within_its_cost(
     cost = sum(unit.cost for unit in batch)
     assert cost <= max_cost or len(batch) == 1 or cost == batch[0].cost
     assert len({unit.key for unit in batch}) == len(batch)
-    seen, along = {batch[0].rank.age}, 0
-    for unit in batch[1:]:
-        is_same = unit.rank.age in seen
-        along += is_same * unit.cost
-        assert is_fusing_worthwhile(estimate, along if is_same else unit.cost, is_same_request=is_same)
-        seen.add(unit.rank.age)
-    for left in set(queued) - set(batch):
-        is_same = left.rank.age in seen
-        assert (
-            left.modality != batch[0].modality
-            or cost + left.cost > max_cost
-            or not is_fusing_worthwhile(estimate, is_same * along + left.cost, is_same_request=is_same)
-        )
+    assert batch == chosen(sorted(queued, key=place_in_line), max_cost, estimate)
+
+
+def chosen(line: list[QueuedUnit], max_cost: int, estimate: CostEstimate) -> list[QueuedUnit]:
+    """Returns the batch by the two rules themselves: a unit of another request joins if the overhead that everything
+    behind it is spared, twice over, makes up for the delay of everything in the batch, and a unit of the same request
+    if the overhead makes up for the delay by all of that request's units that joined."""
+    batch, along = line[:1], 0
+    for place, unit in enumerate(line[1:], 1):
+        is_same = any(unit.rank.age == one.rank.age for one in batch)
+        own_s, joined_s = (estimate.seconds_per_cost * cost for cost in (unit.cost, along + unit.cost))
+        spared_s = 2.0 * estimate.overhead_s * (len(line) - place)
+        gains = estimate.overhead_s >= own_s or spared_s >= own_s * len(batch)
+        gains = estimate.overhead_s >= joined_s if is_same else gains
+        if gains and unit.modality == line[0].modality and sum(one.cost for one in batch) + unit.cost <= max_cost:
+            along += is_same * unit.cost
+            batch.append(unit)
+    return batch
 
 
 @settings(deadline=None, max_examples=50)
@@ -74,8 +79,10 @@ def test_where_a_forward_costs_nothing_besides_the_first_in_line_waits_for_nobod
         for n in range(num)
     ]
     free = CostEstimate(SECONDS_PER_COST, 0.0)
-    dear = CostEstimate(SECONDS_PER_COST, 0.05 * SECONDS_PER_COST * cost)
+    cheap = CostEstimate(SECONDS_PER_COST, 0.1001 * SECONDS_PER_COST * cost)
+    dear = CostEstimate(SECONDS_PER_COST, 1.0001 * SECONDS_PER_COST * cost)
     assert len(choose_batch(queued, num * cost, lambda _: free)) == 1
+    assert (len(choose_batch(queued, num * cost, lambda _: cheap)) > 1) == (num > 5), "only if enough others gain"
     assert len(choose_batch(queued, num * cost, lambda _: dear)) == num
 
 
