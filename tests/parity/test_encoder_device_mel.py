@@ -108,6 +108,18 @@ async def check_features(bench: Bench, files: Sequence[bytes], items: Sequence[M
         np.testing.assert_allclose(found, np.frombuffer(reference, np.float32), atol=1e-4)
 
 
+async def test_each_stage_of_each_modality_is_measured_before_the_first_request(
+    blockable: BlockableFamily, encoder: EncoderModel
+) -> None:
+    async with running_bench(blockable, encoder, CONFIG) as bench:
+        pipeline = bench.service._pipeline
+        for modality in CONFIG.modalities:
+            decode_s = pipeline.decode_costs.seconds(modality, 3000)
+            assert 0.0 < decode_s < 10.0, f"the decoding of {modality} takes some time"
+            prepare_s = pipeline.device_queue.prepare_costs.seconds(modality, 3000)
+            assert (prepare_s > 0.0) == (modality == "audio"), "the device prepares sounds only"
+
+
 async def test_features_of_one_batch_are_the_hosts(blockable: BlockableFamily, encoder: EncoderModel) -> None:
     """Uses several rates, lengths and formats. Sounds that wait together are processed together."""
     async with running_bench(blockable, encoder, CONFIG) as bench:

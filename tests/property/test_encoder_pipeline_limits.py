@@ -14,7 +14,7 @@ from fabric.contracts import EncoderReport, MemberId
 
 def report(machine: rig.PipelineMachine) -> EncoderReport:
     config = rig.CONFIG
-    return encoder_report(MemberId("encoder-1"), 1, 1, (), machine.pipeline, machine.table, config.max_items_in_flight)
+    return encoder_report(MemberId("encoder-1"), 1, 1, machine.pipeline, machine.table, config.max_items_in_flight)
 
 
 @pytest.mark.parametrize("max_items", [1, 2, 3])
