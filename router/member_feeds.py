@@ -21,8 +21,8 @@ MAX_HEARTBEATS_PER_S = 1000.0
 LEASE_PERIODS = 4
 """A lease lasts at least this many of the periods that `MAX_HEARTBEATS_PER_S` permits."""
 MAX_REPORTS_PER_S = 2500.0
-"""The members together send this router at most this many reports per second, and as many messages with events of
-their caches (docs/adr/0056-plane-at-scale.md)."""
+"""The router asks for so few reports that all members together send it at most this many per second, and as many
+messages with events of their caches (docs/adr/0056-plane-at-scale.md)."""
 HEARTBEATS_PER_TURN = 32
 """The router lets other tasks run after this many heartbeats."""
 MAX_SNAPSHOTS = 8

@@ -232,6 +232,7 @@ def metric_rows() -> list[MetricRow]:
     """Returns every metric that a router registers: its own, those of the planner, and those of the members."""
     metrics = RouterMetrics(lambda: 0, lambda: 0)
     metrics.watch_waiting(lambda: 0)
+    metrics.watch_prompts(lambda: 0)
     metrics.watch_silent(lambda: 0)
     # The series of the planner read these three values only; an empty cluster has no stages and empty indexes.
     no_keys = SimpleNamespace(num_keys=0, num_out_of_step=0, num_refused=0)

@@ -33,6 +33,8 @@ _LOG = logging.getLogger(__name__)
 
 _RECEIVED_PER_ROUND = 256
 """Limits what one round receives, so that a flood of arrivals does not keep the I/O thread from sending."""
+_BACKLOG = 4096
+"""This many connections may wait to be accepted: all members of a large cluster connect to a router that starts."""
 
 
 class ZmqPlane:
@@ -60,6 +62,7 @@ class ZmqPlane:
         keys.secure_receiver(self._pull)
         self._pull.setsockopt(zmq.LINGER, 0)
         self._pull.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
+        self._pull.setsockopt(zmq.BACKLOG, _BACKLOG)
         try:
             port = self._pull.bind_to_random_port(f"tcp://{bind_host}")
         except zmq.ZMQError as error:

@@ -35,7 +35,7 @@ MAX_CORE_SHARE = 0.5
 MAX_READY_S = 10.0
 MAX_STANDSTILL_MS = 50.0
 START_S = 600.0
-"""A router that has not loaded everything after this real time is measured as it is."""
+"""The bench waits this many real seconds for a router that starts, and then measures it as it is."""
 DIRECTORY_ROUNDS = 5
 
 

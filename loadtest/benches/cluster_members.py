@@ -55,7 +55,7 @@ from fabric.contracts import (
 from fabric.transport import Handler, PlaneKeys, RouterTable
 
 ROUND_S = 0.05
-"""Each round of a process of fake members simulates this many seconds."""
+"""Each round of a process of fake members takes this many seconds of the simulated clock."""
 BLOCK_TOKENS = 16
 PROMPT_BLOCKS, COVERED_BLOCKS, ANSWER_TOKENS = 64, 32, 200
 TOKEN_S = 0.03
@@ -228,7 +228,7 @@ class SimulatedWorker:
         self.plane.send(address, KvSnapshot(self.member.member_id, 1, self._kv_seq - 1, chains))
 
     def turn(self) -> None:
-        """Simulates one round."""
+        """Does what the member does in one round."""
         self.plane.poll()
         now_s = self.clock.now()
         is_changed = False
@@ -336,7 +336,7 @@ class SimulatedEncoder:
         self.plane.send(address, FeatureEvents(self.member.member_id, 1, self._event_seq - 1, items, is_snapshot=True))
 
     def turn(self) -> None:
-        """Simulates one round."""
+        """Does what the member does in one round."""
         self.plane.poll()
         now_s, spec, routers = self.clock.now(), self.spec, list(self.routers)
         ended = [attempt for attempt, end_s in self._open.items() if end_s <= now_s]
