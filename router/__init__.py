@@ -8,5 +8,6 @@ what it has learned for the next run. The router
 knows encoders and workers by their messages alone.
 and `run` carries it through the cluster. `member_feeds` paces what encoders and workers send to the router, and
 `observe` records what happens. `service` ties these together for one router process, with the settings of
-`router_config`. The router knows encoders and workers by their messages alone.
+`router_config`, and `cost_file` keeps what it has learned for the next run. The router knows encoders and workers by
+their messages alone.
 """
