@@ -345,7 +345,7 @@ async def test_encoders_costs_are_told_by_modality() -> None:
 async def test_a_router_of_a_large_cluster_leaves_the_members_series_to_the_members() -> None:
     async with fake_cluster(shows_members=False) as cluster:
         cluster.workers[0].plane.send(cluster.plane.address, cluster.workers[0].report(1))
-        await settled(lambda: cluster.service._feeds._marks)
+        await settled(lambda: bool(cluster.service._feeds._marks))
         text = await cluster.service.metrics_exposition()
         assert b"weft_worker_" not in text
         assert b"weft_encoder_" not in text
