@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from asgi_exchange import Exchange
+from msgspec import structs
 from router_chats import chat_body, expected, image, text
 
 from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster, settled
@@ -384,3 +385,17 @@ async def test_a_reader_that_takes_nothing_has_left() -> None:
         await one.ended()
         await settled(lambda: cluster.service.admission.num_in_flight == 0)
         assert not one.body.endswith(b"data: [DONE]\n\n")
+
+
+async def test_prometheus_finds_the_members_that_show_their_own_metrics() -> None:
+    async with served() as (cluster, client):
+        assert (await client.get("/weft/prometheus-targets")).json() == []
+        worker = structs.replace(cluster.workers[0].member, http_address="10.0.0.7:4321")
+        cluster.service.update_members([worker])
+        answer = await client.get("/weft/prometheus-targets")
+        assert answer.headers["content-type"] == "application/json"
+        labels = {"weft_kind": "worker", "weft_member": "worker-0"}
+        assert answer.json() == [{"targets": ["10.0.0.7:4321"], "labels": labels}]
+        metrics = await client.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain; version=0.0.4")
+        assert 'weft_router_requests_in_flight{router="router-0"} 0.0' in metrics.text.splitlines()
