@@ -176,17 +176,18 @@ class RouterMetrics:
         self.stage.labels("worker").observe(timing.worker_s)
         self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
 
-    def exposition(self, router_id: MemberId, has_members: bool) -> bytes:
-        """Returns all series in Prometheus text format. The router's own have the label `router`; those of workers and
-        encoders are there if `has_members`."""
+    def exposition(self, router_id: MemberId | None, has_members: bool) -> bytes:
+        """Returns all series in Prometheus text format. The router's own have the label `router`, if `router_id` is
+        given; those of workers and encoders are there if `has_members`."""
         return generate_latest(cast(CollectorRegistry, _LabelledSeries(self, router_id, has_members)))
 
 
 class _LabelledSeries:
     """Collects the series of a registry as `RouterMetrics.exposition` describes them."""
 
-    def __init__(self, metrics: RouterMetrics, router_id: MemberId, has_members: bool) -> None:
-        self._metrics, self._router_id, self._has_members = metrics, router_id, has_members
+    def __init__(self, metrics: RouterMetrics, router_id: MemberId | None, has_members: bool) -> None:
+        self._metrics, self._has_members = metrics, has_members
+        self._labels = {} if router_id is None else {"router": str(router_id)}
 
     def collect(self) -> Iterator[Metric]:
         for metric in self._metrics.registry.collect():
@@ -194,8 +195,7 @@ class _LabelledSeries:
                 if self._has_members:
                     yield metric
                 continue
-            labels = {"router": str(self._router_id)}
-            metric.samples = [sample._replace(labels=labels | sample.labels) for sample in metric.samples]
+            metric.samples = [sample._replace(labels=self._labels | sample.labels) for sample in metric.samples]
             yield metric
 
 
@@ -296,8 +296,8 @@ class ClusterMetrics:
             question.set_result(message.text)
 
     async def exposition(self) -> bytes:
-        """Returns the series of all routers in Prometheus text format. A router that does not answer within `REPLY_S`
-        is missing and counted (`weft_router_num_silent`)."""
+        """Returns the series of all routers in Prometheus text format, with the label `router` if there are several. A
+        router that does not answer within `REPLY_S` is missing and counted (`weft_router_num_silent`)."""
         numbers = []
         for address in self._peers.values():
             self._num_asked += 1
@@ -313,7 +313,8 @@ class ClusterMetrics:
             for number in numbers:
                 del self._questions[number]
         self._num_silent = len(numbers) - len(texts)
-        return merged([self._metrics.exposition(self._member_id, self._has_members), *texts])
+        own_label = self._member_id if self._peers else None
+        return merged([self._metrics.exposition(own_label, self._has_members), *texts])
 
 
 def merged(texts: Sequence[bytes]) -> bytes:

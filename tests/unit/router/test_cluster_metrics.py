@@ -98,3 +98,9 @@ def test_a_member_shows_its_own_series_and_no_others() -> None:
     assert 'weft_worker_num_running{worker="worker-0"} 3.0' in text.splitlines()
     assert 'weft_worker_steps_total{worker="worker-0"} 5.0' in text.splitlines()
     assert "weft_encoder_" not in text
+
+
+async def test_the_series_of_a_router_that_is_alone_have_no_further_label() -> None:
+    [alone] = routers(1)
+    alone.metrics.prompt_tokens.inc(4)
+    assert "weft_router_prompt_tokens_total 4.0" in (await alone.cluster.exposition()).decode().splitlines()

@@ -349,7 +349,7 @@ async def test_a_router_of_a_large_cluster_leaves_the_members_series_to_the_memb
         text = await cluster.service.metrics_exposition()
         assert b"weft_worker_" not in text
         assert b"weft_encoder_" not in text
-        assert b'weft_router_requests_in_flight{router="router-0"} 0.0' in text
+        assert b"weft_router_requests_in_flight 0.0" in text
 
 
 def test_two_routers_share_no_registry() -> None:
