@@ -16,11 +16,11 @@ from collections.abc import Iterable
 from fabric.contracts import EncoderReport, Member, MemberId, RouterHeartbeat, SnapshotRequest, WorkerReport
 from router.run import RouterContext
 
-MAX_HEARTBEATS_PER_S = 1000.0
+MAX_HEARTBEATS_PER_S = 500.0
 """The router sends at most this many heartbeats per second; their period grows with the members beyond that."""
-LEASE_PERIODS = 4
+LEASE_PERIODS = 3
 """A lease lasts at least this many of the periods that `MAX_HEARTBEATS_PER_S` permits."""
-MAX_REPORTS_PER_S = 2500.0
+MAX_REPORTS_PER_S = 1500.0
 """The router asks for so few reports that all members together send it at most this many per second, and as many
 messages with events of their caches (docs/adr/0056-plane-at-scale.md)."""
 HEARTBEATS_PER_TURN = 32

@@ -58,7 +58,7 @@ from router.run import (
 
 _LOG = logging.getLogger(__name__)
 STOP_TIMEOUT_S = 5.0
-MAX_JOINS_PER_TURN = 100
+MAX_JOINS_PER_TURN = 50
 """Limits the members that one turn of the event loop adds to the router's view."""
 
 

@@ -134,7 +134,7 @@ async def test_heartbeats_are_spread_over_a_period_that_grows_with_the_members(
     assert sum(sleeps) == pytest.approx(num_members / MAX_HEARTBEATS_PER_S)
     context.feeds.joined([member("worker-1")])
     [(_, beat)] = context.take(RouterHeartbeat)
-    assert beat.lease_s == 4 * num_members / MAX_HEARTBEATS_PER_S, "a lease lasts several of these periods"
+    assert beat.lease_s == 3 * num_members / MAX_HEARTBEATS_PER_S, "a lease lasts several of these periods"
     assert beat.report_spacing_s * MAX_REPORTS_PER_S == num_members
 
 
