@@ -70,7 +70,8 @@ class FeatureTable:
     @property
     def has_shares(self) -> bool:
         """Returns whether there are several workers, so that none of them may take the whole arena."""
-        return len(self._workers | self._worker_to_bytes.keys()) > 1
+        # The union costs time in proportion to the workers, and a large cluster asks this often.
+        return len(self._workers) > 1 or len(self._workers | self._worker_to_bytes.keys()) > 1
 
     def worker_came(self, worker_id: MemberId) -> None:
         """Adds a worker, which counts until `end_worker`."""

@@ -384,7 +384,11 @@ class StepCosts:
         """Takes the observation that a step took `seconds` and ended at `now_s`."""
         if not any(self._costs):
             self.fit([(work, seconds)])
-        self._costs = corrected(self._costs, work.amounts, seconds, self._memory.gain(now_s))
+        gain = self._memory.gain(now_s)
+        predicted_s = sum(cost * amount for cost, amount in zip(self._costs, work.amounts, strict=True))
+        # A correction by nothing would only add rounding errors; a simulation has millions of such steps.
+        if abs(seconds - predicted_s) > 1e-12 * seconds:
+            self._costs = corrected(self._costs, work.amounts, seconds, gain)
 
     @property
     def overhead_s(self) -> float:
