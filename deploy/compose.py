@@ -203,6 +203,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         num_blocks=section.num_blocks,
         max_step_tokens=section.max_step_tokens,
         max_sequences=section.max_sequences,
+        media_chunk_tokens=section.media_chunk_tokens,
         is_prefix_cache_enabled=section.prefix_cache,
         pull_timeout_s=section.pull_timeout_s,
         unit_wait_s=section.unit_wait_s,

@@ -39,6 +39,10 @@ class WorkerConfig:
     num_blocks: int = 1024
     max_step_tokens: int = 512
     """Limits the tokens computed in one step, over all sequences."""
+    media_chunk_tokens: int = 0
+    """Limits the tokens that a prompt with media computes in one step while a request without media is here, so that a
+    long prompt makes no step long in which a short one begins or decodes. 0 means that only `max_step_tokens` limits
+    it."""
     max_sequences: int = 64
     """Limits the sequences in one step."""
     is_prefix_cache_enabled: bool = True
@@ -90,7 +94,7 @@ class WorkerConfig:
         for name in ("block_size", "num_blocks", "max_step_tokens", "max_sequences", "num_ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"worker: {name} must be at least 1, not {getattr(self, name)}")
-        for name in ("step_delay_s", "step_delay_s_per_token", "step_delay_s_per_decode"):
+        for name in ("media_chunk_tokens", "step_delay_s", "step_delay_s_per_token", "step_delay_s_per_decode"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"worker: {name} must be at least 0, not {getattr(self, name)}")
         if self.cuda_graphs not in ("off", "auto"):

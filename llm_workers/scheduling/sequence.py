@@ -130,6 +130,11 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def has_media(self) -> bool:
+        """Returns whether the prompt contains media."""
+        return bool(self.layout.unit_to_tokens)
+
+    @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 

@@ -58,6 +58,11 @@ class Standings:
         self.num_at_doorstep = 0
 
     @property
+    def has_text(self) -> bool:
+        """Returns whether a sequence whose prompt contains no media is alive."""
+        return self._roster.num_without_media > 0
+
+    @property
     def backlog(self) -> Backlog:
         weighed = self._num_tokens + self._num_token_contexts / (2.0 * self._context_scale_tokens)
         return Backlog(self._num_tokens, weighed)
@@ -120,6 +125,7 @@ class Standings:
     def check_invariants(self) -> None:
         """Asserts, between calls, that the state is consistent; for tests."""
         live = list(self._roster.sequences)
+        assert self._roster.num_without_media == sum(not one.has_media for one in live)
         self.prefills.check_invariants()
         self.batch.check_invariants(live)
         for ranked, members in (
@@ -183,6 +189,8 @@ class Roster:
 
     def __init__(self) -> None:
         self._sequences: dict[SequenceId, Sequence] = {}
+        self.num_without_media = 0
+        """Counts the sequences whose prompts contain no media."""
         self._attempts: dict[AttemptId, list[Sequence]] = {}
         self._led: dict[AttemptId, list[Sequence]] = {}
         """Holds the attempts of several choices whose prompt no choice has computed yet; the first sequence is the
@@ -229,6 +237,7 @@ class Roster:
             self._held.update(one.sequence_id for one in sequences[1:])
         for sequence in sequences:
             self._sequences[sequence.sequence_id] = sequence
+        self.num_without_media += sum(not sequence.has_media for sequence in sequences)
 
     def take_released(self) -> list[Sequence]:
         """Returns, each once, the siblings that lead now because the former leader has left: they have to claim what
@@ -249,6 +258,7 @@ class Roster:
         """Removes the sequence. If it led its siblings, the next one becomes the leader."""
         attempt_id = sequence.sequence_id.attempt_id
         del self._sequences[sequence.sequence_id]
+        self.num_without_media -= not sequence.has_media
         self._held.discard(sequence.sequence_id)
         was_leading = attempt_id in self._led and self._led[attempt_id][0] is sequence
         for groups in (self._attempts, self._led):

@@ -156,7 +156,7 @@ class StepPlanner:
     def _place(self, draft: StepDraft, sequence: Sequence) -> bool:
         """Plans as much of the sequence as the doorstep, the budget and the blocks allow. Returns False if that is
         nothing."""
-        end = min(sequence.num_tokens, sequence.num_computed + draft.num_tokens_left)
+        end = min(sequence.num_tokens, sequence.num_computed + self._room(draft, sequence))
         end = self._resources.doorstep(sequence, sequence.num_computed, end)
         if end <= sequence.num_computed:
             return False
@@ -170,6 +170,12 @@ class StepPlanner:
         self._standings.batch.take_blocks((sequence,))
         draft.take(sequence, end)
         return True
+
+    def _room(self, draft: StepDraft, sequence: Sequence) -> int:
+        """Returns how many tokens the sequence may compute in this step."""
+        limit = self._config.media_chunk_tokens
+        is_limited = bool(limit) and sequence.has_media and self._standings.has_text
+        return min(draft.num_tokens_left, limit) if is_limited else draft.num_tokens_left
 
     def _make_room(self, draft: StepDraft, sequence: Sequence, end: int) -> None:
         """Preempts sequences of lower rank, the last one first, until tokens up to `end` have blocks. Preempts none if

@@ -25,6 +25,7 @@ def tiny(
     is_cached: bool,
     num_drafts: int,
     is_overlap_enabled: bool = True,
+    media_chunk_tokens: int = 0,
 ) -> WorkerConfig:
     """Returns a config whose budgets are so small that few sequences fit at once, and whose pools are so small that
     sequences preempt each other."""
@@ -37,6 +38,7 @@ def tiny(
         side_layers=(("talker", 0), ("other", 1)),
         speculation=Speculation(num_drafts, 1, 3),
         is_overlap_enabled=is_overlap_enabled,
+        media_chunk_tokens=media_chunk_tokens,
     )
 
 
@@ -49,6 +51,7 @@ configs = st.builds(
     st.sampled_from((True, True, True, False)),
     st.sampled_from((0, 0, 1, 4)),
     st.sampled_from((True, True, False)),
+    st.sampled_from((0, 0, 1, 3)),
 )
 
 

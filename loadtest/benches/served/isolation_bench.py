@@ -15,7 +15,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,9 +39,10 @@ MEDIA_SHARE = 0.2
 """This is the number of requests with media that come on top of each text."""
 STAGES = StageWaits(pass_s=0.02, s_per_patch=0.0001, step_s=0.02, s_per_token=0.0001, s_per_decode=0.0005)
 """A picture takes 46 ms to encode and a video of 32 frames half a second; a step of decodes takes 20 ms."""
-MAX_STEP_TOKENS = 128
-"""A long prompt is computed in chunks of at most this many tokens, which limits how long a step of others can take."""
+MEDIA_CHUNK_TOKENS = 64
+"""Limits the tokens of a prompt with media in a step beside texts (`workers.media_chunk_tokens`)."""
 OUTPUT_TOKENS = 16
+SLEEP_S = 0.02
 REAL_SLOWER = 4.0
 """Real compute on a core is slower than the waits by about this factor, so requests come less often."""
 
@@ -49,9 +50,15 @@ REAL_SLOWER = 4.0
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="weft bench isolation")
     parser.add_argument("--real", action="store_true", help="computes for real, without waits and without bars")
-    parser.add_argument("--rounds", type=int, default=3, help="alternates this many times")
-    parser.add_argument("--texts", type=int, default=100, help="is the number of texts in each half of a round")
-    parser.add_argument("--per-second", type=float, default=2.0, help="is the number of texts that come per second")
+    parser.add_argument("--rounds", type=int, default=6, help="alternates this many times")
+    parser.add_argument("--texts", type=int, default=60, help="is the number of texts in each half of a round")
+    parser.add_argument("--per-second", type=float, default=1.7, help="is the number of texts that come per second")
+    parser.add_argument(
+        "--media-chunk",
+        type=int,
+        default=MEDIA_CHUNK_TOKENS,
+        help="limits the tokens of a prompt with media in a step beside texts; 0 sets no limit",
+    )
     return parser.parse_args(arguments)
 
 
@@ -60,11 +67,16 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
     rate = chosen.per_second / (REAL_SLOWER if chosen.real else 1.0)
     model_dir = served_model(is_real=chosen.real)
     stages = None if chosen.real else STAGES
-    config = cluster_config(model_dir, stages, workers={"max_step_tokens": MAX_STEP_TOKENS})
+    config = cluster_config(model_dir, stages, workers={"media_chunk_tokens": chosen.media_chunk})
     maker = ChatMaker(config.model.name or model_dir.name, model_dir)
     load = TextLoad(chosen.texts, rate, chosen.rounds, chosen.real)
     halves = on_ray(config, partial(measure_isolation, maker, load, is_pinned=True))
-    return isolation_result(halves, is_real=chosen.real)
+    result = isolation_result(halves, is_real=chosen.real)
+    result.notes.append(
+        f"Stage times: {stages or 'real'}; at most {config.workers.max_step_tokens} tokens in a step, and "
+        f"{chosen.media_chunk} of a prompt with media beside texts (0: no limit)."
+    )
+    return result
 
 
 # ------------------------------------------------------------ the measurement
@@ -81,7 +93,7 @@ class TextLoad:
 
     def kinds(self, seed: int) -> tuple[list[ChatKind], list[float]]:
         """Returns the texts and the moments when they arrive."""
-        words = np.random.default_rng(seed).integers(16, 64 if self.is_real else 128, self.num)
+        words = np.random.default_rng(seed).integers(16, 64 if self.is_real else 96, self.num)
         kinds = [ChatKind("text", int(count), max_tokens=OUTPUT_TOKENS) for count in words]
         return kinds, poisson_moments_s(self.num, self.per_s, seed)
 
@@ -102,6 +114,8 @@ class LoadHalf:
     chats: list[TimedChat] = field(default_factory=list)
     seconds: float = 0.0
     forward_s: float = 0.0
+    oversleeps_s: list[float] = field(default_factory=list)
+    """Holds by how much sleeps of this process ended too late, which shows how busy the machine was with other work."""
     member_to_cpu_s: dict[str, float] = field(default_factory=dict)
 
     def texts(self) -> list[TimedChat]:
@@ -129,7 +143,8 @@ async def measure_isolation(
                 kinds, moments_s = kinds + more, moments_s + more_s
             await asyncio.sleep(SETTLE_S)
             before, cpu_before, begun_s = await target.metrics(), _cpu_s(member_to_pid), time.monotonic()
-            half.chats += await send_at(target, maker, kinds, moments_s)
+            async with _oversleeps(half.oversleeps_s):
+                half.chats += await send_at(target, maker, kinds, moments_s)
             half.seconds += time.monotonic() - begun_s
             for name, cpu_s in _cpu_s(member_to_pid).items():
                 half.member_to_cpu_s[name] = half.member_to_cpu_s.get(name, 0.0) + cpu_s - cpu_before[name]
@@ -137,6 +152,24 @@ async def measure_isolation(
             name = "weft_encoder_forward_seconds_total"
             half.forward_s += (await target.metrics()).get(name, 0.0) - before.get(name, 0.0)
     return alone, beside
+
+
+@contextlib.asynccontextmanager
+async def _oversleeps(found_s: list[float]) -> AsyncIterator[None]:
+    """Adds to `found_s`, during the block, by how much sleeps end too late."""
+
+    async def sleep_on() -> None:
+        while True:
+            begun_s = time.monotonic()
+            await asyncio.sleep(SLEEP_S)
+            found_s.append(time.monotonic() - begun_s - SLEEP_S)
+
+    sleeper = asyncio.create_task(sleep_on())
+    try:
+        yield
+    finally:
+        sleeper.cancel()
+        await asyncio.gather(sleeper, return_exceptions=True)
 
 
 async def _members(target: ChatTarget) -> dict[str, int]:
@@ -188,6 +221,8 @@ def isolation_result(halves: tuple[LoadHalf, LoadHalf], *, is_real: bool) -> Ben
         rows.append([f"{name}: share of a processor", *(f"{share:.0%}" for share in shares), ""])
     busy = [half.forward_s / half.seconds for half in halves]
     rows.append(["encoder: share of time in forward passes", *(f"{share:.0%}" for share in busy), ""])
+    late = [percentile_ms(half.oversleeps_s, 99.0) for half in halves]
+    rows.append(["machine: P99 by which a sleep ends too late, ms", *(f"{value:.1f}" for value in late), ""])
     bars = [
         Bar("texts: P99 time to first token, beside media over alone", ratios["P99"], MOST_TTFT, "x", is_max=True),
         Bar(
@@ -197,7 +232,6 @@ def isolation_result(halves: tuple[LoadHalf, LoadHalf], *, is_real: bool) -> Ben
     notes = [
         f"{len(alone.texts())} texts alone in {alone.seconds:.0f} s; {len(beside.texts())} texts beside "
         f"{len(beside.media())} requests with media in {beside.seconds:.0f} s; {OUTPUT_TOKENS} tokens out.",
-        f"Stage times: {'real' if is_real else STAGES}; at most {MAX_STEP_TOKENS} tokens in a step.",
     ]
     if is_real:
         notes += [f"{bar.name}: {bar.value:.3f} (real compute has no bar)" for bar in bars]

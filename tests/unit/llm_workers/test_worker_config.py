@@ -14,7 +14,9 @@ def test_a_step_takes_its_own_time_and_that_of_its_work() -> None:
     assert WorkerConfig().least_step_s(num_decodes=8, weighted_tokens=512.0) == 0.0
 
 
-@pytest.mark.parametrize("key", ["step_delay_s", "step_delay_s_per_token", "step_delay_s_per_decode"])
-def test_no_time_of_a_step_is_negative(key: str) -> None:
+@pytest.mark.parametrize(
+    "key", ["step_delay_s", "step_delay_s_per_token", "step_delay_s_per_decode", "media_chunk_tokens"]
+)
+def test_no_limit_of_a_step_is_negative(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} must be at least 0, not -1"):
         WorkerConfig(**{key: -1})

@@ -42,6 +42,19 @@ def test_at_its_doorstep_a_sequence_costs_nothing_until_the_unit_lands() -> None
     assert bench.release_unneeded() == [unit("one"), unit("two")]
 
 
+def test_a_prompt_with_media_takes_short_chunks_beside_a_text() -> None:
+    bench = Bench(max_step_tokens=32, media_chunk_tokens=8)
+    bench.add(request("media", 100, [("image", 10, 5)], age=0), landed=True)
+    assert bench.step() == {"media": 32}
+    bench.add(request("text", 30, age=1, max_tokens=2))
+    assert bench.step() == {"media": 8, "text": 24}
+    assert bench.step() == {"media": 8, "text": 6}
+    assert bench.step() == {"media": 8, "text": 1}
+    assert bench.step() == {"media": 32}
+    bench.add(request("other", 40, [("second", 10, 5)], age=2), landed=True)
+    assert bench.step() == {"media": 12, "other": 20}
+
+
 def test_without_overlap_a_sequence_begins_when_all_its_media_are_here() -> None:
     bench = Bench(is_overlap_enabled=False, max_step_tokens=30)
     bench.add(request("a", 40, [("one", 10, 5), ("two", 20, 5)], age=0))
