@@ -15,7 +15,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from loadtest.benches.served.timed_chats import (
     ChatMaker,
     ChatTarget,
     TimedChat,
+    oversleeping,
     poisson_moments_s,
     send_at,
     send_each,
@@ -42,7 +43,6 @@ STAGES = StageWaits(pass_s=0.02, s_per_patch=0.0001, step_s=0.02, s_per_token=0.
 MEDIA_CHUNK_TOKENS = 64
 """Limits the tokens of a prompt with media in a step beside texts (`workers.media_chunk_tokens`)."""
 OUTPUT_TOKENS = 16
-SLEEP_S = 0.02
 REAL_SLOWER = 4.0
 """Real compute on a core is slower than the waits by about this factor, so requests come less often."""
 
@@ -143,7 +143,7 @@ async def measure_isolation(
                 kinds, moments_s = kinds + more, moments_s + more_s
             await asyncio.sleep(SETTLE_S)
             before, cpu_before, begun_s = await target.metrics(), _cpu_s(member_to_pid), time.monotonic()
-            async with _oversleeps(half.oversleeps_s):
+            async with oversleeping(half.oversleeps_s):
                 half.chats += await send_at(target, maker, kinds, moments_s)
             half.seconds += time.monotonic() - begun_s
             for name, cpu_s in _cpu_s(member_to_pid).items():
@@ -152,24 +152,6 @@ async def measure_isolation(
             name = "weft_encoder_forward_seconds_total"
             half.forward_s += (await target.metrics()).get(name, 0.0) - before.get(name, 0.0)
     return alone, beside
-
-
-@contextlib.asynccontextmanager
-async def _oversleeps(found_s: list[float]) -> AsyncIterator[None]:
-    """Adds to `found_s`, during the block, by how much sleeps end too late."""
-
-    async def sleep_on() -> None:
-        while True:
-            begun_s = time.monotonic()
-            await asyncio.sleep(SLEEP_S)
-            found_s.append(time.monotonic() - begun_s - SLEEP_S)
-
-    sleeper = asyncio.create_task(sleep_on())
-    try:
-        yield
-    finally:
-        sleeper.cancel()
-        await asyncio.gather(sleeper, return_exceptions=True)
 
 
 async def _members(target: ChatTarget) -> dict[str, int]:

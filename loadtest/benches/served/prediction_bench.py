@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from loadtest.benches.bench_result import Bar, BenchResult
-from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, TimedChat, send_from
+from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, TimedChat, oversleeping, send_from
 from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, on_ray, served_model
 
 CONCURRENCIES = (1, 2, 4, 8)
@@ -73,6 +73,8 @@ class PredictionRound(NamedTuple):
     concurrency: int
     chats: list[TimedChat]
     stages: Mapping[str, StageSums]
+    oversleeps_s: Sequence[float] = ()
+    """Holds by how much sleeps of the bench ended too late, which shows how busy the machine was with other work."""
 
 
 async def measure_predictions(
@@ -90,11 +92,13 @@ async def measure_predictions(
         kinds = mixed_kinds(num_requests, seed=concurrency, is_real=is_real)
         await asyncio.sleep(SETTLE_S)
         before = stage_sums(await target.metrics())
-        chats = await send_from(target, maker, kinds, concurrency)
+        oversleeps_s: list[float] = []
+        async with oversleeping(oversleeps_s):
+            chats = await send_from(target, maker, kinds, concurrency)
         await asyncio.sleep(SETTLE_S)
         after = stage_sums(await target.metrics())
         stages = {name: sums.minus(before.get(name, StageSums())) for name, sums in after.items()}
-        rounds.append(PredictionRound(concurrency, chats, {**_unpredicted(chats), **stages}))
+        rounds.append(PredictionRound(concurrency, chats, {**_unpredicted(chats), **stages}, oversleeps_s))
     return rounds
 
 
@@ -200,12 +204,15 @@ def prediction_result(rounds: Sequence[PredictionRound], *, is_real: bool) -> Be
         Bar("time to first token: median error", errors.median, MOST_MEDIAN, "share", is_max=True),
         Bar("time to first token: P90 error", errors.p90, MOST_P90, "share", is_max=True),
     ]
+    late_ms = 1000 * float(np.percentile([late_s for one in rounds for late_s in one.oversleeps_s] or [0.0], 99))
     notes = [
         f"{len(chats)} requests: two fifths text, two fifths with pictures, the rest with a video; {OUTPUT_TOKENS} "
         "tokens out. The actual time begins at the dispatch.",
         "A row of a stage gives means per comparison: the actual time, (predicted - actual) / actual, and the mean "
         "absolute error as a share of the actual time; it has no P90.",
         f"By far most wrong: {worst_stages(rounds)}.",
+        f"Sleeps of the bench ended {late_ms:.1f} ms too late in the 99th percentile. Above some 10 ms, the machine "
+        "was too busy with other work for these numbers.",
     ]
     profile = {
         f"{one.concurrency} open at once": {name: sums._asdict() for name, sums in one.stages.items()} for one in rounds

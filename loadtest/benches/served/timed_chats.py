@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -243,3 +244,27 @@ async def _with_traces(target: ChatTarget, asked: Sequence[tuple[ChatKind, float
         trace.raise_for_status()
         chats.append(TimedChat(kind, sent_s, answer, trace.json()))
     return chats
+
+
+# ------------------------------------------------------------ how busy the machine is
+
+SLEEP_S = 0.02
+
+
+@contextlib.asynccontextmanager
+async def oversleeping(found_s: list[float]) -> AsyncIterator[None]:
+    """Adds to `found_s`, during the block, by how many seconds sleeps of this process end too late. On a machine with
+    other work, this is what its members wait for a processor too."""
+
+    async def sleep_on() -> None:
+        while True:
+            begun_s = time.monotonic()
+            await asyncio.sleep(SLEEP_S)
+            found_s.append(time.monotonic() - begun_s - SLEEP_S)
+
+    sleeper = asyncio.create_task(sleep_on())
+    try:
+        yield
+    finally:
+        sleeper.cancel()
+        await asyncio.gather(sleeper, return_exceptions=True)
