@@ -135,9 +135,10 @@ class RouterSection(_Section):
     max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
     """Limits the bodies of all requests in flight together, in each router."""
     max_index_blocks: int = Field(default_of(PlannerSettings, "max_index_blocks"), ge=1)
-    """Limits the KV blocks whose places each router knows; each takes about 150 bytes."""
+    """Limits the KV blocks whose places each router knows, for each scheme that workers use (`KvScheme`). Each takes
+    about 45 bytes. The blocks that were not used for longest are forgotten first."""
     max_index_items: int = Field(default_of(PlannerSettings, "max_index_items"), ge=1)
-    """Limits the media whose encoders each router knows."""
+    """Limits the media whose encoders each router knows. The one that was not used for longest is forgotten first."""
     max_num_choices: int = Field(default_of(RouterConfig, "max_num_choices"), ge=1)
     """Limits the `n` of a request, the number of its choices."""
     min_priority: int = Field(default_of(RouterConfig, "min_priority"), ge=-(2**31), lt=2**31)

@@ -1,9 +1,9 @@
-"""Records what the caches of the cluster hold: which worker holds which prefix of KV blocks, and which encoder holds
+"""Records what the caches of the cluster hold: which worker holds which prefix of KV blocks, and which member holds
 which features.
 
 `block_hashing` computes the identity of KV blocks, in the same way on the worker that fills them and on the router that
-looks them up. `holder_index` keeps the two indexes, which the members' own events fill. Routers ask the indexes when
-they plan a route. The package is pure: it knows nothing of any policy, of models, or of how events and snapshots
+looks them up. `holder_index` keeps the two indexes, which the members' own events fill, in the tables of
+`holder_table`, of which one is C code (`holder_table.c`). Routers ask the indexes when they plan a route. The package is pure: it knows nothing of any policy, of models, or of how events and snapshots
 travel.
 """
 

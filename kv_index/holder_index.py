@@ -1,28 +1,30 @@
-"""Records, from the members' own events, which worker holds which prefix of KV blocks (`PrefixIndex`) and which encoder
-holds the features of which media item (`FeatureIndex`).
+"""Records, from the members' own events, which worker holds which prefix of KV blocks (`PrefixIndex`) and which members
+hold the features of which media item (`FeatureIndex`).
 
 Both indexes stand on the same two parts. An `EventFeed` for each source puts the source's events in order, and a
-`HolderMasks` keeps one bit per member for each key. An index adds only what a key and an event mean.
+`HolderTable` keeps the holders of each key. An index adds only what a key and an event mean.
 
 Both indexes are hints, because a member may have evicted a key when a request reaches it: the worker itself finds out
-at admission what it really holds, and an encoder that has evicted an item encodes it again. Both are bounded, and
-neither evicts a key to make room for another.
+at admission what it really holds, and an encoder that has evicted an item encodes it again. Both are bounded, and evict
+what was not looked up or stored for long.
 
-This module knows nothing of any clock or policy, of how a snapshot is fetched, or of what a block or a feature
-contains.
+The caller numbers the members: each has a slot, and look-ups answer by slot. This module knows nothing of any clock or
+policy, of how a snapshot is fetched, or of what a block or a feature contains.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
-from operator import and_
 from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
+import xxhash
+
 from fabric.contracts import (
-    BlockHash,
+    KV_HASH_BYTES,
     BlocksRemoved,
     BlocksStored,
     FeatureEvents,
@@ -30,12 +32,12 @@ from fabric.contracts import (
     KvSnapshot,
     MemberId,
     MmHash,
-    split_hashes,
 )
+from kv_index.holder_table import Depths, HolderTable, new_table
 
 # ------------------------------------------------------------ the two indexes
 
-MAX_BUFFERED_EVENTS = 4096
+MAX_BUFFERED_EVENTS = 1 << 14
 
 
 class ApplyResult(Enum):
@@ -49,7 +51,8 @@ class ApplyResult(Enum):
     GAP = "gap"
     """The source is not in step, so its snapshot is needed. The events are kept, to be applied after it."""
     STALE = "stale"
-    """The message belongs to an older epoch, or is a snapshot older than the known state; it was dropped."""
+    """The message belongs to an older epoch or to an unknown source, or is a snapshot older than the known state; it
+    was dropped."""
 
 
 class IndexStats(NamedTuple):
@@ -57,41 +60,105 @@ class IndexStats(NamedTuple):
     max_keys: int
     num_sources: int
     num_out_of_step: int
-    """Counts the sources that wait for a snapshot."""
+    """Counts the sources that wait for a snapshot, or for its last page."""
     num_refused: int
-    """Counts the keys that found no room since the start; the index is too small when this grows."""
+    """Counts the keys that were not recorded since the start, because the block ahead of them was evicted."""
+    num_evicted: int
+    """Counts the keys that were evicted since the start; the index is too small when this grows fast."""
+    num_bytes: int
 
 
-FIRST_PIECE_BLOCKS = 8
-MAX_PIECE_BLOCKS = 256
+EventT = TypeVar("EventT")
+
+
+@dataclass(slots=True)
+class _Source(Generic[EventT]):
+    feed: EventFeed[EventT]
+    slot: int
+    member: int
+    """This is the table's number for the source. It changes when everything known of the source becomes void."""
+
+
+class _SourceTable(Generic[EventT]):
+    """Holds the sources of an index and the table that they fill."""
+
+    def __init__(self, table: HolderTable) -> None:
+        self.table = table
+        self.sources: dict[MemberId, _Source[EventT]] = {}
+
+    def add(self, member_id: MemberId, slot: int) -> None:
+        self.remove(member_id)
+        self.sources[member_id] = _Source(EventFeed(MAX_BUFFERED_EVENTS), slot, self.table.join(slot))
+
+    def remove(self, member_id: MemberId) -> None:
+        source = self.sources.pop(member_id, None)
+        if source is not None:
+            self.table.leave(source.member)
+
+    def forget(self, source: _Source[EventT]) -> None:
+        """Makes everything known of the source void."""
+        self.table.leave(source.member)
+        source.member = self.table.join(source.slot)
+
+    def is_in_step(self, member_id: MemberId) -> bool:
+        source = self.sources.get(member_id)
+        return source is not None and source.feed.is_in_step
+
+    def stats(self) -> IndexStats:
+        known = self.table.stats()
+        num_out_of_step = sum(not source.feed.is_in_step for source in self.sources.values())
+        return IndexStats(
+            num_keys=known.num_keys,
+            max_keys=self.table.max_keys,
+            num_sources=len(self.sources),
+            num_out_of_step=num_out_of_step,
+            num_refused=known.num_refused,
+            num_evicted=known.num_evicted,
+            num_bytes=known.num_bytes,
+        )
 
 
 class PrefixIndex:
-    """Records which worker holds which prefix of KV blocks.
+    """Records which worker holds which prefix of KV blocks, for the workers of one scheme.
 
-    It keeps at most `max_blocks` different block hashes. Each takes about 150 bytes, however many workers hold it.
+    It keeps at most `max_blocks` different blocks, however many workers hold them, and evicts the tails of those chains
+    that were not used for longest. After that, it does not record a block that a worker stores behind an evicted one:
+    it then knows less than the worker holds, and never more.
+
     `lookup` is exact about the events that the index received: it counts a worker's leading blocks up to the first
     block that the worker lacks. A stored block usually implies its ancestors (workers free tails first), and a
     bisection along the chain would need fewer look-ups. But two sequences that compute one prefix at the same time can
     leave a child cached without its parent. Bisection then promises KV that no request can use, and an image that seems
-    covered is encoded late. So `lookup` walks the chain, in C-speed pieces that grow while any worker still holds the
-    blocks: a miss costs one small piece.
+    covered is encoded late. So `lookup` walks the chain.
+
+    Without a C compiler, the index knows every `ANCHOR_STRIDE`-th block only: a worker's leading blocks are rounded
+    down to a multiple of it, and of a hole in a chain the index sees only the blocks that it knows.
     """
 
-    def __init__(self, max_blocks: int) -> None:
-        self._masks: HolderMasks[BlockHash] = HolderMasks(max_blocks)
-        self._worker_to_feed: dict[MemberId, EventFeed[KvEvent]] = {}
+    def __init__(self, max_blocks: int, table: HolderTable | None = None) -> None:
+        self._table = new_table(max_blocks) if table is None else table
+        self._members: _SourceTable[KvEvent] = _SourceTable(self._table)
+
+    def add_worker(self, worker_id: MemberId, slot: int) -> None:
+        """Adds a worker whose place in the answers of `lookup` is `slot`. A worker that is there already is forgotten
+        before. The first message of the worker gives a GAP."""
+        self._members.add(worker_id, slot)
+
+    def remove_worker(self, worker_id: MemberId) -> None:
+        """Forgets the worker, whose slot may be given to another one at once. An unknown worker is ignored."""
+        self._members.remove(worker_id)
 
     def apply(self, worker_id: MemberId, epoch: int, first_seq: int, events: Sequence[KvEvent]) -> ApplyResult:
         """Takes in the events `first_seq`, `first_seq + 1`, ... of a worker. It returns GAP if the caller must ask for
         the worker's snapshot; meanwhile the events are kept, and the known state of the same epoch still answers
         look-ups. A newer epoch makes all earlier knowledge of the worker void."""
-        feed = self._feed(worker_id)
-        if feed.is_newer(epoch):
-            self._masks.forget(worker_id)
-        result, fresh = feed.offer(epoch, first_seq, events)
-        for event in fresh:
-            self._apply_event(worker_id, event)
+        source = self._members.sources.get(worker_id)
+        if source is None:
+            return ApplyResult.STALE
+        if source.feed.is_newer(epoch):
+            self._members.forget(source)
+        result, fresh = source.feed.offer(epoch, first_seq, events)
+        self._apply_events(source, fresh)
         return result
 
     def load_snapshot(self, page: KvSnapshot) -> ApplyResult:
@@ -99,75 +166,62 @@ class PrefixIndex:
         the kept events are applied. In between, look-ups know the blocks of the pages that have come. It returns
         PARTIAL before the last page, STALE if the snapshot was older than the known state, and GAP if a page is missing
         or if there is a hole among the kept events, so that another snapshot is needed."""
-        worker_id = page.worker_id
-        feed = self._feed(worker_id)
-        result = feed.turn_page(page.epoch, page.last_seq, page.page, page.is_last)
+        source = self._members.sources.get(page.worker_id)
+        if source is None:
+            return ApplyResult.STALE
+        result = source.feed.turn_page(page.epoch, page.last_seq, page.page, page.is_last)
         if result in (ApplyResult.STALE, ApplyResult.GAP):
             return result
         if page.page == 0:
-            self._masks.forget(worker_id)
-        for chain in page.chains:
-            self._apply_event(worker_id, chain)
+            self._members.forget(source)
+        self._apply_events(source, page.chains)
         if result is ApplyResult.PARTIAL:
             return result
-        for event in feed.resume():
-            self._apply_event(worker_id, event)
-        return ApplyResult.OK if feed.is_in_step else ApplyResult.GAP
-
-    def remove_worker(self, worker_id: MemberId) -> None:
-        """Forgets the worker. An unknown worker is ignored. Later events of the worker start from nothing (with a
-        GAP)."""
-        self._worker_to_feed.pop(worker_id, None)
-        self._masks.forget(worker_id)
+        self._apply_events(source, source.feed.resume())
+        return ApplyResult.OK if source.feed.is_in_step else ApplyResult.GAP
 
     def is_in_step(self, worker_id: MemberId) -> bool:
         """Returns whether look-ups about this worker rest on a complete history."""
-        feed = self._worker_to_feed.get(worker_id)
-        return feed is not None and feed.is_in_step
+        return self._members.is_in_step(worker_id)
 
-    def lookup(self, hashes: Sequence[BlockHash]) -> dict[MemberId, int]:
-        """Returns the number of leading blocks that each worker holds. Workers without the first block are left out."""
-        worker_to_blocks: dict[MemberId, int] = {}
-        get = self._masks.key_to_mask.get
-        held, start, num_piece = self._masks.live_mask, 0, FIRST_PIECE_BLOCKS
-        while held and start < len(hashes):
-            piece = hashes[start : start + num_piece]
-            masks = list(accumulate([get(block, 0) for block in piece], and_, initial=held))
-            if masks[-1] != held:
-                for offset, (before, after) in enumerate(pairwise(masks)):
-                    if before != after and start + offset:
-                        worker_to_blocks.update(dict.fromkeys(self._masks.members(before & ~after), start + offset))
-            held, start, num_piece = masks[-1], start + len(piece), min(2 * num_piece, MAX_PIECE_BLOCKS)
-        if start:
-            worker_to_blocks.update(dict.fromkeys(self._masks.members(held), start))
-        return worker_to_blocks
+    def lookup(self, hashes: bytes, depths: Depths) -> None:
+        """Sets `depths`, which has shape `(num_slots,)`, to the number of leading blocks that the worker of each slot
+        holds, and to 0 elsewhere. The blocks that are found count as used. Raises ValueError unless `depths` is a
+        contiguous int32 array with an entry for each worker's slot."""
+        self._table.lookup(self._keys(hashes, 0), depths)
+        if self._table.stride > 1:
+            depths *= self._table.stride
 
     def stats(self) -> IndexStats:
-        feeds = self._worker_to_feed.values()
-        return IndexStats(
-            self._masks.num_keys(),
-            self._masks.max_keys,
-            len(feeds),
-            sum(not feed.is_in_step for feed in feeds),
-            self._masks.num_refused,
-        )
+        return self._members.stats()
 
-    def _feed(self, worker_id: MemberId) -> EventFeed[KvEvent]:
-        feed = self._worker_to_feed.get(worker_id)
-        if feed is None:
-            feed = self._worker_to_feed[worker_id] = EventFeed(MAX_BUFFERED_EVENTS)
-        return feed
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the table is consistent."""
+        self._table.check_invariants()
 
-    def _apply_event(self, worker_id: MemberId, event: KvEvent) -> None:
-        if isinstance(event, BlocksStored):
-            for block in split_hashes(event.hashes):
-                if not self._masks.add(worker_id, block):
-                    return  # Without this block, look-ups cannot find its descendants either.
-        elif isinstance(event, BlocksRemoved):
-            for block in split_hashes(event.hashes):
-                self._masks.discard(worker_id, block)
-        else:
-            self._masks.forget(worker_id)
+    def _apply_events(self, source: _Source[KvEvent], events: Iterable[KvEvent]) -> None:
+        table = self._table
+        table.sweep()
+        for event in events:
+            if isinstance(event, BlocksStored):
+                parent = event.parent if table.stride == 1 else event.anchor
+                if parent is not None and len(parent) != KV_HASH_BYTES:
+                    continue  # No block has such a hash.
+                table.store(source.member, parent, self._keys(event.hashes, event.depth))
+            elif isinstance(event, BlocksRemoved):
+                table.remove(source.member, event.hashes[: len(event.hashes) // KV_HASH_BYTES * KV_HASH_BYTES])
+            else:
+                self._members.forget(source)
+
+    def _keys(self, hashes: bytes, depth: int) -> bytes:
+        """Returns those of the blocks, of which the first has `depth` blocks ahead of it, that the table knows."""
+        stride = self._table.stride
+        if len(hashes) % KV_HASH_BYTES:
+            hashes = hashes[: len(hashes) // KV_HASH_BYTES * KV_HASH_BYTES]
+        if stride == 1:
+            return hashes
+        first = (stride - 1 - depth) % stride
+        return np.frombuffer(hashes, dtype=f"V{KV_HASH_BYTES}")[first::stride].tobytes()
 
 
 class _Change(NamedTuple):
@@ -176,75 +230,79 @@ class _Change(NamedTuple):
 
 
 class FeatureIndex:
-    """Records which encoders hold the features of a media item, by the item's `mm_hash`.
+    """Records which members hold the features of a media item, by the item's `mm_hash`.
 
-    It keeps at most `max_items` different items, however many encoders hold them. Within a message, `stored` precede
-    `removed`, and each hash is one event.
+    The members are encoders, or workers that keep features: one index serves one kind. It keeps at most `max_items`
+    different items, however many members hold them, and evicts the item that was not used for longest. Within a
+    message, `stored` precede `removed`, and each hash is one event.
     """
 
-    def __init__(self, max_items: int) -> None:
-        self._masks: HolderMasks[MmHash] = HolderMasks(max_items)
-        self._encoder_to_feed: dict[MemberId, EventFeed[_Change]] = {}
+    def __init__(self, max_items: int, table: HolderTable | None = None) -> None:
+        self._table = new_table(max_items, stride=1) if table is None else table
+        self._members: _SourceTable[_Change] = _SourceTable(self._table)
+
+    def add_member(self, member_id: MemberId, slot: int) -> None:
+        """Adds a member whose place in the answers is `slot`. A member that is there already is forgotten before. Its
+        first message gives a GAP unless it is a snapshot."""
+        self._members.add(member_id, slot)
+
+    def remove_member(self, member_id: MemberId) -> None:
+        """Forgets the member, whose slot may be given to another one at once. An unknown member is ignored."""
+        self._members.remove(member_id)
 
     def apply(self, events: FeatureEvents) -> ApplyResult:
-        """Takes in events or a snapshot. It returns GAP if the caller must ask the encoder for its snapshot. A newer
-        epoch makes all earlier knowledge of the encoder void."""
-        encoder_id = events.encoder_id
-        feed = self._encoder_to_feed.setdefault(encoder_id, EventFeed(MAX_BUFFERED_EVENTS))
+        """Takes in events or a snapshot of the member that `encoder_id` names. It returns GAP if the caller must ask
+        the member for its snapshot. A newer epoch makes all earlier knowledge of the member void."""
+        source = self._members.sources.get(events.encoder_id)
+        if source is None:
+            return ApplyResult.STALE
+        feed = source.feed
+        stored = (_Change(True, mm_hash) for mm_hash in events.stored)
         if events.is_snapshot:
-            return self._load(feed, events)
+            if feed.turn_page(events.epoch, events.first_seq, 0, True) is ApplyResult.STALE:
+                return ApplyResult.STALE
+            self._members.forget(source)
+            self._apply_changes(source, stored)
+            self._apply_changes(source, feed.resume())
+            return ApplyResult.OK if feed.is_in_step else ApplyResult.GAP
         if feed.is_newer(events.epoch):
-            self._masks.forget(encoder_id)
-        changes = [_Change(True, mm_hash) for mm_hash in events.stored]
-        changes += [_Change(False, mm_hash) for mm_hash in events.removed]
+            self._members.forget(source)
+        changes = [*stored, *(_Change(False, mm_hash) for mm_hash in events.removed)]
         result, fresh = feed.offer(events.epoch, events.first_seq, changes)
-        for change in fresh:
-            self._apply_change(encoder_id, change)
+        self._apply_changes(source, fresh)
         return result
 
-    def remove_encoder(self, encoder_id: MemberId) -> None:
-        """Forgets the encoder. An unknown encoder is ignored."""
-        self._encoder_to_feed.pop(encoder_id, None)
-        self._masks.forget(encoder_id)
+    def is_in_step(self, member_id: MemberId) -> bool:
+        return self._members.is_in_step(member_id)
 
-    def is_in_step(self, encoder_id: MemberId) -> bool:
-        feed = self._encoder_to_feed.get(encoder_id)
-        return feed is not None and feed.is_in_step
-
-    def holders(self, mm_hash: MmHash) -> frozenset[MemberId]:
-        """Returns the encoders that hold all units of the item."""
-        return frozenset(self._masks.members(self._masks.key_to_mask.get(mm_hash, 0)))
+    def holders(self, mm_hash: MmHash) -> Sequence[int]:
+        """Returns the slots of the members that hold all units of the item, which then counts as used."""
+        return self._table.holders(_feature_key(mm_hash))
 
     def stats(self) -> IndexStats:
-        feeds = self._encoder_to_feed.values()
-        return IndexStats(
-            self._masks.num_keys(),
-            self._masks.max_keys,
-            len(feeds),
-            sum(not feed.is_in_step for feed in feeds),
-            self._masks.num_refused,
-        )
+        return self._members.stats()
 
-    def _load(self, feed: EventFeed[_Change], events: FeatureEvents) -> ApplyResult:
-        if feed.turn_page(events.epoch, events.first_seq, 0, True) is ApplyResult.STALE:
-            return ApplyResult.STALE
-        self._masks.forget(events.encoder_id)
-        for mm_hash in events.stored:
-            self._masks.add(events.encoder_id, mm_hash)
-        for change in feed.resume():
-            self._apply_change(events.encoder_id, change)
-        return ApplyResult.OK if feed.is_in_step else ApplyResult.GAP
+    def check_invariants(self) -> None:
+        """Raises AssertionError unless the table is consistent."""
+        self._table.check_invariants()
 
-    def _apply_change(self, encoder_id: MemberId, change: _Change) -> None:
-        if change.is_stored:
-            self._masks.add(encoder_id, change.mm_hash)
-        else:
-            self._masks.discard(encoder_id, change.mm_hash)
+    def _apply_changes(self, source: _Source[_Change], changes: Iterable[_Change]) -> None:
+        self._table.sweep()
+        for change in changes:
+            key = _feature_key(change.mm_hash)
+            if change.is_stored:
+                self._table.store(source.member, None, key)
+            else:
+                self._table.remove(source.member, key)
+
+
+def _feature_key(mm_hash: MmHash) -> bytes:
+    """Returns the key of an item in the table. A client that finds two media with equal keys only makes the router
+    expect a feature where there is none; the encoder then encodes the medium."""
+    return xxhash.xxh3_128_digest(mm_hash.encode())
 
 
 # ------------------------------------------------------------ the events of one source, in order
-
-EventT = TypeVar("EventT")
 
 
 class _Batch(NamedTuple, Generic[EventT]):
@@ -340,108 +398,3 @@ class EventFeed(Generic[EventT]):
         self._num_buffered += len(batch.events)
         while self._num_buffered > self._max_buffered and self._buffer:
             self._num_buffered -= len(self._buffer.popleft().events)
-
-
-# ------------------------------------------------------------ the holders of each key
-
-KeyT = TypeVar("KeyT", bound=Hashable)
-_MIN_RETIRED_TO_SWEEP = 16
-
-
-class HolderMasks(Generic[KeyT]):
-    """Maps each key to the members that hold it, as one bit per member in one integer per key, in a plain dict.
-
-    The dict is bounded. A key that would exceed `max_keys` is refused (and counted), and no other key is evicted for
-    it: a key that its holders evict is removed by their own events, and an old key is as likely a shared system prompt
-    as garbage. To forget a member costs nothing at once: its bit is retired, and swept out later, when room or bits are
-    short. `key_to_mask` is open to fast readers; they must ignore bits outside `live_mask`.
-    """
-
-    def __init__(self, max_keys: int) -> None:
-        self.key_to_mask: dict[KeyT, int] = {}
-        self.live_mask = 0
-        self.num_refused = 0
-        self.max_keys = max_keys
-        self._member_to_bit: dict[MemberId, int] = {}
-        self._slot_to_member: list[MemberId | None] = []
-        self._free_slots: list[int] = []
-        self._retired_mask = 0
-
-    def add(self, member_id: MemberId, key: KeyT) -> bool:
-        """Records that the member holds the key. Returns False if there is no room for one more key."""
-        bit = self._member_to_bit.get(member_id) or self._join(member_id)
-        mask = self.key_to_mask.get(key)
-        if mask is None:
-            if len(self.key_to_mask) >= self.max_keys and not self._make_room():
-                self.num_refused += 1
-                return False
-            mask = 0
-        self.key_to_mask[key] = mask | bit
-        return True
-
-    def discard(self, member_id: MemberId, key: KeyT) -> None:
-        """Records that the member no longer holds the key. It does nothing if the member does not hold it."""
-        bit = self._member_to_bit.get(member_id, 0)
-        mask = self.key_to_mask.get(key, 0) & ~bit
-        if mask:
-            self.key_to_mask[key] = mask
-        else:
-            self.key_to_mask.pop(key, None)
-
-    def forget(self, member_id: MemberId) -> None:
-        """Records that the member holds nothing any more. It takes O(1), amortised."""
-        bit = self._member_to_bit.pop(member_id, 0)
-        if not bit:
-            return
-        self._slot_to_member[bit.bit_length() - 1] = None
-        self.live_mask &= ~bit
-        self._retired_mask |= bit
-        num_retired = self._retired_mask.bit_count()
-        if num_retired >= max(_MIN_RETIRED_TO_SWEEP, len(self._member_to_bit)):
-            self._sweep()
-
-    def members(self, mask: int) -> Iterator[MemberId]:
-        """Yields the members whose bits are set, except retired ones."""
-        mask &= self.live_mask
-        while mask:
-            low = mask & -mask
-            member_id = self._slot_to_member[low.bit_length() - 1]
-            assert member_id is not None, "a live bit has its member"
-            yield member_id
-            mask ^= low
-
-    def num_keys(self) -> int:
-        """Counts the keys that take room, including retired ones; there are never more than `max_keys`."""
-        return len(self.key_to_mask)
-
-    def _join(self, member_id: MemberId) -> int:
-        if self._free_slots:
-            slot = self._free_slots.pop()
-            self._slot_to_member[slot] = member_id
-        else:
-            slot = len(self._slot_to_member)
-            self._slot_to_member.append(member_id)
-        bit = 1 << slot
-        self._member_to_bit[member_id] = bit
-        self.live_mask |= bit
-        return bit
-
-    def _make_room(self) -> bool:
-        if self._retired_mask:
-            self._sweep()
-        return len(self.key_to_mask) < self.max_keys
-
-    def _sweep(self) -> None:
-        """Clears retired bits in all keys, so that their slots may be given out again. It takes O(keys).
-
-        It changes the dict in place, because readers and callers keep references to it.
-        """
-        keep, retired = ~self._retired_mask, self._retired_mask
-        for key in [key for key, mask in self.key_to_mask.items() if mask & retired]:
-            mask = self.key_to_mask[key] & keep
-            if mask:
-                self.key_to_mask[key] = mask
-            else:
-                del self.key_to_mask[key]
-        self._free_slots += [slot for slot in range(len(self._slot_to_member)) if retired >> slot & 1]
-        self._retired_mask = 0

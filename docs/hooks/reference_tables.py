@@ -234,8 +234,8 @@ def metric_rows() -> list[MetricRow]:
     metrics.watch_waiting(lambda: 0)
     metrics.watch_prompts(lambda: 0)
     metrics.watch_silent(lambda: 0)
-    # The series of the planner read these three values only; an empty cluster has no stages and empty indexes.
-    no_keys = SimpleNamespace(num_keys=0, num_out_of_step=0, num_refused=0)
+    # The series of the planner read these values only; an empty cluster has no stages and empty indexes.
+    no_keys = SimpleNamespace(num_keys=0, num_out_of_step=0, num_refused=0, num_evicted=0, num_bytes=0)
     no_cluster = SimpleNamespace(accuracy=dict, prefix_stats=lambda: no_keys, feature_stats=lambda: no_keys)
     metrics.registry.register(PlannerSeries(cast(Any, no_cluster)))
     rows = []

@@ -21,9 +21,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
+
 from fabric.contracts import (
     AttemptId,
-    BlockHash,
     ConfigError,
     EncoderReport,
     FeatureEvents,
@@ -227,6 +228,7 @@ class KvOnlyPolicy(RoundRobinPolicy):
     def __init__(self, rng: random.Random, block_size: int) -> None:
         super().__init__(rng, block_size)
         self._index = PrefixIndex(1 << 20)
+        self._worker_to_slot: dict[MemberId, int] = {}
         self._worker_to_report: dict[MemberId, WorkerReport] = {}
         self._pending: dict[MemberId, dict[AttemptId, tuple[float, float]]] = {}
         """Holds, for attempts that no report contains yet, their prefill blocks and their prompt blocks."""
@@ -247,14 +249,20 @@ class KvOnlyPolicy(RoundRobinPolicy):
         super().update_members(members)
         for worker_id in before - self._workers.keys():
             self._index.remove_worker(worker_id)
+            self._worker_to_slot.pop(worker_id, None)
             self._worker_to_report.pop(worker_id, None)
             self._pending.pop(worker_id, None)
+        for worker_id in self._workers.keys() - before:
+            slot = min(set(range(len(self._workers))) - set(self._worker_to_slot.values()))
+            self._worker_to_slot[worker_id] = slot
+            self._index.add_worker(worker_id, slot)
 
     def plan(self, cluster: ClusterState, query: RouteQuery, now: float) -> RoutePlan:
         (hashes,) = query.scheme_to_hashes.values()
-        overlaps = self._index.lookup([BlockHash(hashes[at : at + 16]) for at in range(0, len(hashes), 16)])
+        overlaps = np.zeros(1 + max(self._worker_to_slot.values(), default=0), dtype=np.int32)
+        self._index.lookup(hashes, overlaps)
         worker_to_cost = {
-            worker_id: self._cost(worker_id, query, overlaps.get(worker_id, 0))
+            worker_id: self._cost(worker_id, query, int(overlaps[self._worker_to_slot[worker_id]]))
             for worker_id in self._usable_workers(query)
         }
         least = min(worker_to_cost.values())

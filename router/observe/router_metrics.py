@@ -262,7 +262,9 @@ class PlannerSeries(Collector):
         for field, name, text in (
             ("num_keys", "keys", "Keys in the index."),
             ("num_out_of_step", "sources_out_of_step", "Members whose events are missing from the index."),
-            ("num_refused", "refused", "Keys that the index refused because it was full."),
+            ("num_refused", "refused", "Keys that were not recorded, because the key ahead of them was evicted."),
+            ("num_evicted", "evicted", "Keys that were evicted to make room for others."),
+            ("num_bytes", "bytes", "Memory of the index in bytes."),
         ):
             gauge = GaugeMetricFamily(f"weft_index_{name}", text, labels=["index"])
             for index, stats in indexes.items():

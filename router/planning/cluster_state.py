@@ -30,7 +30,6 @@ from fabric.contracts import (
     WorkerReport,
     context_scale_tokens,
     key_of,
-    split_hashes,
     weighted_tokens,
 )
 from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
@@ -50,7 +49,7 @@ ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureE
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
-    max_index_blocks: int = 1 << 18
+    max_index_blocks: int = 1 << 20
     max_index_items: int = 1 << 16
     stale_after_s: float = 3.0
     """A member whose last report is older than this counts as silent: its cache is not trusted, and what this router
@@ -213,14 +212,13 @@ class ClusterState:
             if self._in_flight.promised_blocks(scheme, hashes, raised):
                 promised = raised * scheme.block_size if promised is None else promised + raised * scheme.block_size
         ready: dict[MmHash, list[tuple[int, float]]] = {}
-        kept: dict[MmHash, list[int]] = {}
+        kept: dict[MmHash, Sequence[int]] = {}
         for mm_hash in {item.mm_hash for item in query.media}:
-            encoders = self._encoder_columns.member_to_slot
-            here = [(encoders[each], 0.0) for each in self._features.holders(mm_hash)]
+            here = [(slot, 0.0) for slot in self._features.holders(mm_hash)]
             if found := self._in_flight.features(mm_hash, now, query.attempt_id) + here:
                 ready[mm_hash] = found
             if holders := self._kept.holders(mm_hash):
-                kept[mm_hash] = [workers.member_to_slot[each] for each in holders]
+                kept[mm_hash] = holders
         return QueryHints(depths, promised, ready, kept)
 
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
@@ -399,8 +397,12 @@ class ClusterState:
         depths = np.zeros(len(self._worker_columns), np.int32)
         for scheme, hashes in scheme_to_hashes.items():
             if (prefixes := self._scheme_to_prefixes.get(scheme)) is not None:
-                for worker_id, num_blocks in prefixes.lookup(split_hashes(hashes)).items():
-                    depths[self._worker_columns.member_to_slot[worker_id]] = num_blocks
+                if not depths.any():
+                    prefixes.lookup(hashes, depths)
+                else:
+                    others = np.zeros_like(depths)
+                    prefixes.lookup(hashes, others)
+                    depths += others
         return depths
 
     def _places(self, columns: WorkerColumns | EncoderColumns) -> list[LinkPlace]:
@@ -415,7 +417,8 @@ class ClusterState:
             self._worker_columns.add(member, slot)
             scheme = member.kv_scheme
             self._worker_columns.block_size[slot] = scheme.block_size if scheme is not None else self._block_size
-            self._prefixes(member)
+            self._prefixes(member).add_worker(member_id, slot)
+            self._kept.add_member(member_id, slot)
         else:
             self._encoders[member_id] = self._learning.new_encoder(member)
             rows = {modality: self._learning.modality_row(modality) for modality in member.modalities}
@@ -423,6 +426,7 @@ class ClusterState:
             slot = self._learning.encoder_row(member_id)
             self._encoder_columns.add(member, slot)
             self._encoder_columns.serve(slot, tuple(rows.values()))
+            self._features.add_member(member_id, slot)
         self._patterns.forget()
 
     def _forget(self, member: Member) -> None:
@@ -432,11 +436,11 @@ class ClusterState:
             del self._workers[member_id]
             self._worker_columns.remove(member_id)
             self._prefixes(member).remove_worker(member_id)
-            self._kept.remove_encoder(member_id)
+            self._kept.remove_member(member_id)
         else:
             del self._encoders[member_id]
             self._encoder_columns.remove(member_id)
-            self._features.remove_encoder(member_id)
+            self._features.remove_member(member_id)
         self._learning.forget(member)
         self._member_to_asked_s.pop(member_id, None)
         self._member_to_page_s.pop(member_id, None)

@@ -99,6 +99,21 @@ def test_a_snapshot_that_does_not_come_is_asked_for_again_after_the_others() -> 
     assert context.asked() == [f"worker-{MAX_SNAPSHOTS}", *workers(MAX_SNAPSHOTS - 1)]
 
 
+def test_a_snapshot_of_which_pages_come_is_not_asked_for_again() -> None:
+    context = Sent("worker-0", "worker-1")
+    context.feeds.joined(context.members.values())
+    assert context.asked() == ["worker-0", "worker-1"]
+    for _ in range(3):
+        context.clock.advance(0.9 * SNAPSHOT_TIMEOUT_S)
+        context.feeds.took_page(MemberId("worker-0"))
+        context.feeds.took_snapshot(MemberId("worker-1"))
+        assert context.asked() == []
+    context.clock.advance(SNAPSHOT_TIMEOUT_S)
+    context.feeds.took_page(MemberId("worker-1"))
+    context.feeds.want_snapshot(MemberId("worker-0"))
+    assert context.asked() == ["worker-0"], "its next page did not come"
+
+
 def test_a_heartbeat_confirms_the_newest_report() -> None:
     context = Sent("worker-0")
     for epoch, seq in ((1, 4), (1, 3), (2, 1), (1, 9)):

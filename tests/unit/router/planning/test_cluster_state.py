@@ -296,7 +296,7 @@ def test_members_outside_the_view_are_ignored_and_those_that_left_forgotten() ->
     change = state.update_members([worker_member("w1"), encoder_member("e0")])
     assert ([m.member_id for m in change.joined], [m.member_id for m in change.left]) == ([], ["w0"])
     assert [view.worker_id for view in views_of(state, request, 0.0).workers] == ["w1"]
-    assert state.prefix_stats().num_sources == 0
+    assert state.prefix_stats().num_sources == 1
     state.note_ended(request.attempt_id)
     state.check_invariants()
     state.update_members([])
