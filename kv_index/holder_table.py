@@ -204,6 +204,7 @@ _KEY_FACTOR = np.uint64(0x9E37_79B9_7F4A_7C15)
 _FREE = 0xFFFF_FFFF
 _RESCUES_AHEAD, _SWEPT_WHEN_FULL = 2, 32
 _MAX_IDLE_MASKS = 1024
+_PLAIN_SWEPT_PER_CALL = 256
 
 
 class PlainTable:
@@ -254,7 +255,7 @@ class PlainTable:
         self._stored &= ~self._leaving
         self._cursor = 1 if self._leaving else 0
 
-    def sweep(self, num_entries: int = SWEPT_PER_CALL) -> None:
+    def sweep(self, num_entries: int = _PLAIN_SWEPT_PER_CALL) -> None:
         for _ in range(num_entries):
             row = self._cursor
             if not row:

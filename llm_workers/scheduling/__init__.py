@@ -12,7 +12,7 @@ store exchanges `FeatureReference` with it; the deployment checks its sizes here
 sockets and threads, and no time but the clock that it is given.
 """
 
-from llm_workers.scheduling.blocks import BlockPool, ChainPage
+from llm_workers.scheduling.blocks import BlockPool, ChainPage, chain_pages
 from llm_workers.scheduling.feature_references import FeatureReference, FeatureReferences, Reads, ReleasedFeature
 from llm_workers.scheduling.pool_sizes import (
     NUM_HIDDEN_WIDTHS,
@@ -82,6 +82,7 @@ __all__ = [
     "TokenCounts",
     "arena_room",
     "arena_shortfall",
+    "chain_pages",
     "feature_bytes",
     "kv_heads",
     "shortfalls",

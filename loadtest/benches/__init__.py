@@ -6,6 +6,10 @@ Each of these modules and folders runs one bench: `path_bench`, `engine_bench`, 
 and `cluster_routers`.
 The folder `served` runs three benches of a whole cluster whose stages take given times: overlap, prediction and
 isolation.
+One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `index_bench`,
+`cost_bench`, `figures_bench`, `scale`, and `cluster_bench`, whose processes are in `cluster_members` and
+`cluster_routers`. The folder `served` runs three benches of a whole cluster whose stages take given times: overlap,
+prediction and isolation.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
 measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
 `chat_load` puts load on a worker or a server, `synthetic` makes their models and media, and `peer_process` runs
@@ -100,6 +104,12 @@ def _figures(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _index(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.index_bench import run
+
+    return run(options)
+
+
 def _compare(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.commit_comparison import run
 
@@ -119,6 +129,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "prediction": _prediction,
     "isolation": _isolation,
     "figures": _figures,
+    "index": _index,
     "compare": _compare,
 }
 
