@@ -136,7 +136,7 @@ class RouterSection(_Section):
     """Limits the bodies of all requests in flight together, in each router."""
     max_index_blocks: int = Field(default_of(PlannerSettings, "max_index_blocks"), ge=1)
     """Limits the KV blocks whose places each router knows, for each scheme that workers use (`KvScheme`). Each takes
-    about 45 bytes. The blocks that were not used for longest are forgotten first."""
+    about 50 bytes. The blocks that were not used for longest are forgotten first."""
     max_index_items: int = Field(default_of(PlannerSettings, "max_index_items"), ge=1)
     """Limits the media whose encoders each router knows. The one that was not used for longest is forgotten first."""
     max_num_choices: int = Field(default_of(RouterConfig, "max_num_choices"), ge=1)

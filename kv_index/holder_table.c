@@ -21,7 +21,7 @@
 
 #define NONE UINT32_MAX
 #define CACHE 1024          /* remembered results of adding a member to a set, or of removing it */
-#define SET_BUDGET 16       /* bytes per entry that sets may take */
+#define SET_BUDGET 10       /* bytes per entry that sets may take */
 #define MIN_SETS 64
 #define RESCUES_AHEAD 2     /* entries that each new one moves from the end of the list while the table fills up */
 #define AHEAD 8             /* blocks between asking for memory and reading it */
@@ -33,8 +33,14 @@ typedef struct {
     uint32_t children; /* the next free entry in a free one */
     uint32_t set;
     uint32_t newer, older;
-    uint32_t next; /* in the chain of the bucket */
 } Entry;
+
+/* The buckets are probed one after the other. A part of the key's hash stands beside the entry's number, so that a
+ * search reads hardly any entry but the one that it finds. */
+typedef struct {
+    uint32_t entry; /* 0 in an empty bucket */
+    uint32_t hash;
+} Bucket;
 
 typedef struct {
     uint64_t hash;  /* the xor of its members' numbers, mixed */
@@ -48,13 +54,13 @@ typedef struct {
 
 typedef struct {
     uint32_t max_entries, high, num, free_entry;
-    uint32_t bucket_shift, set_mask;
+    uint32_t bucket_mask, set_mask;
     uint32_t max_sets, high_set, num_sets, free_set;
     uint32_t words;                       /* 64-bit words of a set */
     uint32_t num_members, cursor;         /* `cursor` is the entry that the sweep looks at next, 0 without a sweep */
     uint64_t evicted, refused, rescued;
     Entry *entries;
-    uint32_t *heads;
+    Bucket *buckets;
     Set *sets;
     uint64_t *bits;                       /* `words` words per set */
     uint32_t *set_heads;
@@ -81,9 +87,7 @@ static inline uint64_t key_of(const uint8_t *hash) {
     return low ^ high * 0x9e3779b97f4a7c15u;
 }
 
-static inline uint32_t bucket_of(const Table *t, uint64_t key) {
-    return (uint32_t)((key * 0xff51afd7ed558ccdu) >> t->bucket_shift);
-}
+static inline uint32_t hash_of(uint64_t key) { return (uint32_t)((key * 0xff51afd7ed558ccdu) >> 32); }
 
 static inline uint64_t *bits_of(const Table *t, uint32_t set) { return t->bits + (size_t)set * t->words; }
 
@@ -104,12 +108,12 @@ static void *large(size_t size) {
 
 static size_t entries_size(const Table *t) { return ((size_t)t->max_entries + 1) * sizeof(Entry); }
 
-static size_t heads_size(const Table *t) { return (size_t)4 << (64 - t->bucket_shift); }
+static size_t buckets_size(const Table *t) { return ((size_t)t->bucket_mask + 1) * sizeof(Bucket); }
 
 void ht_free(Table *t) {
     if (!t) return;
     if (t->entries) munmap(t->entries, entries_size(t));
-    if (t->heads) munmap(t->heads, heads_size(t));
+    if (t->buckets) munmap(t->buckets, buckets_size(t));
     void *all[] = {t->sets, t->bits, t->set_heads, t->live, t->leaving, t->left,
                    t->held, t->slots, t->has_stored, t->free_members, t};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
@@ -151,15 +155,15 @@ Table *ht_new(uint32_t max_entries) {
     while (bits < 31 && (1u << bits) < max_entries + max_entries / 2) bits++;
     while (set_bits < 17 && (8u << set_bits) < max_entries) set_bits++;
     t->max_entries = max_entries;
-    t->bucket_shift = 64 - bits;
+    t->bucket_mask = (1u << bits) - 1;
     t->set_mask = (1u << set_bits) - 1;
     t->max_sets = (uint32_t)((uint64_t)max_entries * SET_BUDGET / (sizeof(Set) + 8)) + MIN_SETS;
     t->high = t->high_set = 1;
     t->entries = large(entries_size(t));
-    t->heads = large(heads_size(t));
+    t->buckets = large(buckets_size(t));
     t->sets = malloc((size_t)t->max_sets * sizeof(Set));
     t->set_heads = calloc((size_t)t->set_mask + 1, 4);
-    if (!t->entries || !t->heads || !t->sets || !t->set_heads || !grow_members(t, 1)) {
+    if (!t->entries || !t->buckets || !t->sets || !t->set_heads || !grow_members(t, 1)) {
         ht_free(t);
         return NULL;
     }
@@ -270,9 +274,29 @@ static int flip(Table *t, uint32_t e, uint32_t member) {
 /* ---------------------------------------------------------------- entries */
 
 static uint32_t find(const Table *t, uint64_t key) {
-    uint32_t e = t->heads[bucket_of(t, key)];
-    while (e && t->entries[e].key != key) e = t->entries[e].next;
-    return e;
+    uint32_t hash = hash_of(key), i = hash & t->bucket_mask;
+    for (; t->buckets[i].entry; i = (i + 1) & t->bucket_mask)
+        if (t->buckets[i].hash == hash && t->entries[t->buckets[i].entry].key == key) return t->buckets[i].entry;
+    return 0;
+}
+
+static void enter_bucket(Table *t, uint32_t e) {
+    uint32_t hash = hash_of(t->entries[e].key), i = hash & t->bucket_mask;
+    while (t->buckets[i].entry) i = (i + 1) & t->bucket_mask;
+    t->buckets[i] = (Bucket){e, hash};
+}
+
+/* Empties the entry's bucket, and moves up those behind it that a search would no longer reach. */
+static void leave_bucket(Table *t, uint32_t e) {
+    uint32_t mask = t->bucket_mask, gap = hash_of(t->entries[e].key) & mask;
+    while (t->buckets[gap].entry != e) gap = (gap + 1) & mask;
+    for (uint32_t i = (gap + 1) & mask; t->buckets[i].entry; i = (i + 1) & mask) {
+        uint32_t home = t->buckets[i].hash & mask;
+        if (((i - home) & mask) < ((i - gap) & mask)) continue;
+        t->buckets[gap] = t->buckets[i];
+        gap = i;
+    }
+    t->buckets[gap].entry = 0;
 }
 
 /* Finds the entry of a block whose neighbour in the chain is `near`: chains mostly lie side by side. */
@@ -288,9 +312,8 @@ static inline uint32_t find_near(const Table *t, uint64_t key, uint32_t near) {
 /* Deletes the entry, which has no children, and then those of its ancestors that have neither holders nor children. */
 static void delete_entry(Table *t, uint32_t e) {
     for (;;) {
-        uint32_t parent = t->entries[e].parent, *at = &t->heads[bucket_of(t, t->entries[e].key)];
-        while (*at != e) at = &t->entries[*at].next;
-        *at = t->entries[e].next;
+        uint32_t parent = t->entries[e].parent;
+        leave_bucket(t, e);
         detach(t, e);
         release_set(t, t->entries[e].set);
         t->entries[e].parent = NONE;
@@ -331,7 +354,7 @@ static void make_room(Table *t, uint32_t count) {
     uint32_t ahead = t->entries[0].newer;
     for (int i = 0; i < AHEAD; i++) ahead = t->entries[ahead].newer;
     while (t->max_entries - t->num < count) {
-        __builtin_prefetch(&t->heads[bucket_of(t, t->entries[ahead].key)], 1);
+        __builtin_prefetch(&t->buckets[hash_of(t->entries[ahead].key) & t->bucket_mask], 1);
         ahead = t->entries[ahead].newer; /* in an entry that was freed since, this leads to another entry */
         if (t->cursor) {
             uint32_t before = t->num;
@@ -348,10 +371,9 @@ static uint32_t add_entry(Table *t, uint64_t key, uint32_t parent, uint32_t ahea
     if (e) t->free_entry = t->entries[e].children;
     else if (t->high <= t->max_entries) e = t->high++;
     else return 0;
-    uint32_t *head = &t->heads[bucket_of(t, key)];
-    t->entries[e] = (Entry){.key = key, .parent = parent, .next = *head};
+    t->entries[e] = (Entry){.key = key, .parent = parent};
     t->entries[parent].children++;
-    *head = e;
+    enter_bucket(t, e);
     attach(t, e, ahead);
     t->num++;
     /* Blocks with others below them gather at the end of the list, because a lookup touches only the last block that
@@ -437,12 +459,10 @@ uint32_t ht_sweep(Table *t, uint32_t count) {
 
 /* ---------------------------------------------------------------- blocks */
 
-/* Asks for the memory in which block `i` of a run will be looked for, some blocks ahead of its turn. */
+/* Asks for the memory in which block `i + AHEAD` of a run will be looked for. */
 static inline void prefetch(const Table *t, const uint8_t *hashes, uint32_t i, uint32_t count) {
-    if (i + 2 * AHEAD < count)
-        __builtin_prefetch(&t->heads[bucket_of(t, key_of(hashes + 16 * (size_t)(i + 2 * AHEAD)))], 1);
     if (i + AHEAD < count)
-        __builtin_prefetch(&t->entries[t->heads[bucket_of(t, key_of(hashes + 16 * (size_t)(i + AHEAD)))]]);
+        __builtin_prefetch(&t->buckets[hash_of(key_of(hashes + 16 * (size_t)(i + AHEAD))) & t->bucket_mask], 1);
 }
 
 /* Records that the member holds a run of `count` blocks below `parent` (NULL at the root). Returns how many of them
@@ -550,7 +570,7 @@ void ht_stats(const Table *t, uint64_t *out) {
     out[0] = t->num;
     out[1] = t->evicted;
     out[2] = t->refused;
-    out[3] = sizeof *t + (uint64_t)t->high * sizeof(Entry) + heads_size(t) +
+    out[3] = sizeof *t + (uint64_t)t->high * sizeof(Entry) + buckets_size(t) +
              4 * ((uint64_t)t->set_mask + 1) + t->high_set * (sizeof(Set) + 8 * (uint64_t)t->words) +
              (uint64_t)t->words * (4 * 8 + 64 * 9);
     out[4] = t->num_sets;

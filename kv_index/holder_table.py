@@ -131,7 +131,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 class NativeTable:
-    """A `NativeTable` is a `HolderTable` in C. An entry takes about 40 bytes."""
+    """A `NativeTable` is a `HolderTable` in C. A block takes about 50 bytes."""
 
     stride = 1
 

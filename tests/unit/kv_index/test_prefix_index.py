@@ -155,7 +155,11 @@ def test_a_full_index_first_takes_room_from_workers_that_left(new: TableMaker) -
 
 def test_malformed_hashes_of_a_message_change_nothing(new: TableMaker) -> None:
     index = index_with(new, a=chain(8))
-    events = [BlocksStored(b"short", path_hashes(chain(4, 1))), BlocksStored(None, b"short"), BlocksRemoved(b"short")]
+    events = [
+        BlocksStored(b"short", path_hashes(chain(4, 1)), 4, b"short"),
+        BlocksStored(None, b"short"),
+        BlocksRemoved(b"short"),
+    ]
     events.append(BlocksStored(path_hash(chain(8)), b"short", 8, b"x"))
     assert index.apply(MemberId("a"), 1, 1, events) is ApplyResult.OK
     assert found(index, chain(8), 1) == [8]
