@@ -103,9 +103,12 @@ def test_the_command_line_lists_it() -> None:
         "encoder",
         "memory",
         "scale",
+        "costs",
+        "cluster",
         "overlap",
         "prediction",
         "isolation",
         "figures",
+        "index",
         "compare",
     ]
