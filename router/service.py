@@ -28,6 +28,8 @@ from fabric.contracts import (
     PlaneMessage,
     RequestId,
     TokenFrames,
+    TraceQuestion,
+    TraceReply,
     WeftError,
     WorkerReport,
 )
@@ -37,7 +39,7 @@ from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest
 from router.cost_file import CostFile
 from router.member_feeds import MemberFeeds
-from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing
+from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.planning import ClusterState, SavedCosts
 from router.prompt import Draft, Prompt, PromptBuilder
 from router.router_config import RouterConfig
@@ -106,6 +108,7 @@ class RouterService:
             ledger=TenantLedger(config, metrics),
         )
         self._feeds = MemberFeeds(self._context)
+        self.search = TraceSearch(member_id, plane.address, self.traces, plane.send)
         metrics.registry.register(PlannerSeries(self._context.cluster))
         self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
         metrics.watch_waiting(lambda: self._gate.num_waiting)
@@ -159,6 +162,8 @@ class RouterService:
         series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
         self._members = tuple(members)
         self._cluster_metrics.update_members(members)
+        for address in self.search.update_members(members):
+            self._context.plane.forget(address)
         self._take_members()
 
     def _take_members(self) -> None:
@@ -265,16 +270,19 @@ class RouterService:
         own = self.admission.admit() if ticket is None else None
         ticket = ticket or own
         assert ticket is not None
+        trace = self._trace(ticket.request_id, chat, label)
         admitted_at_s = self._context.clock.now()
         terms = RequestTerms.of(chat, ticket.tenant, self.config.batch_wait_s, admitted_at_s)
-        trace = self._trace(ticket.request_id, chat, label)
         trace.note(tenant=ticket.tenant.name, service_class=terms.service_class)
         try:
             if chat.has_media:
                 ticket.enter_media()
             draft = await self._prompt_builder.read(salted(chat, ticket.tenant.cache_salt))
+            read_at_s = self._context.clock.now()
+            trace.add("read", from_s=admitted_at_s)
             prompt = await self._prompt_builder.plan(draft)
             ticket.take_tokens(len(prompt.token_ids))
+            trace.add("prompted", from_s=read_at_s)
         except (Exception, asyncio.CancelledError) as error:
             # This is the top of a request that has no task yet; the HTTP server's loop logs what is not a WeftError.
             self._refused(trace, error, terms)
@@ -300,6 +308,7 @@ class RouterService:
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids)
+        stream.record = trace.to_json
         degradation = DegradationPolicy(
             draft.chat.on_encode_failure or self.config.on_encode_failure,
             lambda item, reduction: prompt_builder.is_reducible(draft, item, reduction),
@@ -322,7 +331,9 @@ class RouterService:
             own.release()
 
     def _trace(self, request_id: RequestId, chat: ChatRequest, label: str | None) -> RequestTrace:
-        trace = RequestTrace(request_id, self._context.member_id, self._context.clock, self.config.max_trace_events)
+        context = self._context
+        host, num_events = context.machine_of(context.member_id), self.config.max_trace_events
+        trace = RequestTrace(request_id, context.member_id, context.clock, num_events, host, self.wall_time())
         trace.add("received")
         trace.note(label=label, model=chat.model, num_choices=chat.num_choices, is_streamed=bool(chat.stream))
         self.traces.put(trace)
@@ -357,6 +368,8 @@ class RouterService:
                     run.on_feature_needed(message)
             case MetricsQuestion() | MetricsReply():
                 self._cluster_metrics.handle(message)
+            case TraceQuestion() | TraceReply():
+                self.search.handle(message)
             case WorkerReport() | EncoderReport() | KvEvents() | KvSnapshot() | FeatureEvents():
                 self._learn(message)
             case _:

@@ -63,6 +63,11 @@ class Member(Wire, frozen=True):
     """Names the member's transfer agent (`FeatureTicket.source`); it is empty if the member has none."""
     pid: int = 0
     """Holds the id of the member's process on `host`, for human readers."""
+
+    @property
+    def machine(self) -> str:
+        """Returns the machine on which the member runs: `host` without the process."""
+        return self.host.partition("/")[0]
     kv_scheme: KvScheme | None = None
     """Says how a worker hashes its KV blocks; it is None for other members. The router knows nothing of the prefixes of
     a worker that does not say it."""
@@ -297,6 +302,32 @@ class MetricsReply(PlaneWire, frozen=True):
     """Holds the series in Prometheus text format."""
 
 
+class TraceQuestion(PlaneWire, frozen=True):
+    """A router sends this to another router: it asks for the record of one of that router's requests, or, if
+    `request_id` is empty, for summaries of its latest requests."""
+
+    router_id: MemberId
+    address: str
+    number: int
+    """Holds the number of the question, which the reply repeats."""
+    request_id: RequestId
+    limit: int = 0
+    """Limits the number of summaries."""
+    outcome: str = ""
+    """If it is not empty, only requests with this outcome are wanted."""
+    modality: str = ""
+    """If it is not empty, only requests of this modality class are wanted."""
+
+
+class TraceReply(PlaneWire, frozen=True):
+    """A router sends this to the router that has sent a `TraceQuestion`."""
+
+    router_id: MemberId
+    number: int
+    records: bytes
+    """Holds a JSON array of objects; it is empty if the router has no record of what was asked."""
+
+
 PlaneMessage = (
     TokenFrames
     | RouterHeartbeat
@@ -312,6 +343,8 @@ PlaneMessage = (
     | EncoderReport
     | MetricsQuestion
     | MetricsReply
+    | TraceQuestion
+    | TraceReply
 )
 
 

@@ -82,6 +82,8 @@ class WeftOptions(BaseModel):
     ttft_deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)
     """The first token should come within this many milliseconds of the request's arrival. A request for which the
     router predicts a later first token is refused at once (429)."""
+    explain: bool = False
+    """Asks for the record of the request (`GET /weft/requests/{id}`) in the answer."""
 
 
 class ChatRequest(BaseModel):
@@ -130,6 +132,7 @@ class ChatRequest(BaseModel):
     """This is vLLM's parameter: it says how the request's videos are sampled."""
     on_encode_failure: Literal["error", "reduce", "text_only"] | None = None
     """Says what happens to the request if a medium can't be encoded; the deployment sets the default."""
+    weft: WeftOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None
@@ -166,6 +169,10 @@ class ChatRequest(BaseModel):
     @property
     def wants_usage_chunk(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_explanation(self) -> bool:
+        return self.weft is not None and self.weft.explain
 
     @property
     def ignored_fields(self) -> list[str]:

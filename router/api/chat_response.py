@@ -19,6 +19,8 @@ from router.api.http_errors import error_object
 DONE = b"data: [DONE]\n\n"
 Degraded = Sequence[Mapping[str, object]]
 """Holds one object per medium that was reduced or removed."""
+Explained = Mapping[str, object] | None
+"""Holds the record of the request, if the client asked for it."""
 
 
 class Head(NamedTuple):
@@ -70,9 +72,10 @@ def completion(
     usage: Usage,
     prompt_token_ids: Sequence[int] | None = None,
     degraded: Degraded = (),
+    explained: Explained = None,
 ) -> bytes:
-    """Returns the body of an answer that is not streamed. `prompt_token_ids` is given only if the client asked for
-    it."""
+    """Returns the body of an answer that is not streamed. `prompt_token_ids` and `explained` are given only if the
+    client asked for them."""
     listed = [
         {
             "index": each.choice,
@@ -83,7 +86,7 @@ def completion(
         | (each.details or {})
         for each in choices
     ]
-    whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids) | _weft(degraded)
+    whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids) | _weft(degraded, explained)
     return msgspec.json.encode(_object(head, "chat.completion") | whole)
 
 
@@ -107,9 +110,14 @@ class ChunkWriter:
     ) -> bytes:
         return self._chunk(choice, {}, reason, details, extra=_weft(degraded))
 
-    def usage(self, usage: Usage, degraded: Degraded = ()) -> bytes:
-        last = {"choices": [], "usage": usage.to_json()} | _weft(degraded)
-        return _event(_object(self._head, "chat.completion.chunk") | last)
+    def last(self, usage: Usage, degraded: Degraded = (), explained: Explained = None) -> bytes:
+        """Returns the chunk after the last one of the choices, with what concerns the whole answer: the usage, and the
+        record of the request. It returns nothing if the client asked for neither."""
+        if not self.has_usage_chunk and explained is None:
+            return b""
+        counted = {"usage": usage.to_json()} if self.has_usage_chunk else {}
+        whole = {"choices": []} | counted | _weft(degraded, explained)
+        return _event(_object(self._head, "chat.completion.chunk") | whole)
 
     def _chunk(
         self,
@@ -141,9 +149,12 @@ def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:
     return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
 
 
-def _weft(degraded: Degraded) -> dict[str, object]:
-    """Returns Weft's own part of an answer: the media that the model did not get as they were sent."""
-    return {"weft": {"degraded": list(degraded)}} if degraded else {}
+def _weft(degraded: Degraded, explained: Explained = None) -> dict[str, object]:
+    """Returns Weft's own part of an answer: the media that the model did not get as they were sent, and the record of
+    the request."""
+    part: dict[str, object] = {"degraded": list(degraded)} if degraded else {}
+    part |= {} if explained is None else {"explain": explained}
+    return {"weft": part} if part else {}
 
 
 def _event(payload: dict[str, object]) -> bytes:

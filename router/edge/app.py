@@ -234,7 +234,7 @@ async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> b
     assert stream.usage is not None
     choices = [ChoiceText(at, "".join(pieces), reasons[at], details.fresh(at)) for at, pieces in enumerate(texts)]
     degraded = [step.to_json() for step in stream.degraded]
-    return completion(head, choices, stream.usage, details.prompt_token_ids, degraded)
+    return completion(head, choices, stream.usage, details.prompt_token_ids, degraded, details.explanation)
 
 
 def completion_id(stream: RequestStream) -> str:
@@ -339,8 +339,8 @@ class EventStream(Response):
             await self._write(send, error_event(error), is_last=True)
             return error
         assert self._stream.usage is not None
-        usage = writer.usage(self._stream.usage, degraded) if writer.has_usage_chunk else b""
-        await self._write(send, usage + DONE, is_last=True)
+        last = writer.last(self._stream.usage, degraded, details.explanation)
+        await self._write(send, last + DONE, is_last=True)
         return None
 
     async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:

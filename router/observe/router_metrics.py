@@ -32,6 +32,7 @@ from fabric.contracts import (
     metrics_of,
 )
 from fabric.transport import Plane
+from router.observe.explained_request import StageTime
 from router.planning import ClusterState
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -123,6 +124,31 @@ class RouterMetrics:
         self.overlap = self._histogram(
             "overlap_efficiency", "Lower bound of the time to first token, divided by the actual one.", RATIOS
         )
+        self.ttft_ratio_by_class = self._histogram(
+            "modality_ttft_ratio",
+            "The same as `weft_router_ttft_ratio`, by the modality class of the request: `video`, `audio`, `image` or "
+            "`text`, the first of these that the request has.",
+            RATIOS,
+            ["modality"],
+        )
+        self.overlap_by_class = self._histogram(
+            "modality_overlap_efficiency",
+            "The same as `weft_router_overlap_efficiency`, by the modality class of the request.",
+            RATIOS,
+            ["modality"],
+        )
+        by_stage = ["stage", "modality"]
+        self.stage_predicted = self._counter(
+            "stage_predicted_seconds", "Sum of the times that plans predicted of a stage of their requests.", by_stage
+        )
+        self.stage_actual = self._counter(
+            "stage_actual_seconds", "Sum of the times that members measured of the same stages.", by_stage
+        )
+        self.stage_error = self._counter(
+            "stage_error_seconds",
+            "Sum of the absolute differences between the predicted and the measured times of a stage.",
+            by_stage,
+        )
 
     def _counter(self, name: str, text: str, labels: Sequence[str] = ()) -> Counter:
         return Counter(f"weft_router_{name}", text, labels, registry=self.registry)
@@ -158,13 +184,23 @@ class RouterMetrics:
         for modality, num_tokens in tokens.items():
             self.planned_tokens.labels(modality).inc(num_tokens)
 
-    def observe_first_token(self, predicted_s: float, bound_s: float, actual_s: float) -> None:
-        """Records an attempt's first token: what the planner predicted against the actual time."""
+    def observe_first_token(self, modality: str, predicted_s: float, bound_s: float, actual_s: float) -> None:
+        """Records an attempt's first token: what the planner predicted against the actual time. `modality` is the class
+        of the request."""
         self.predicted_ttft.observe(predicted_s)
         self.actual_ttft.observe(actual_s)
         if actual_s > 0:
-            self.ttft_ratio.observe(predicted_s / actual_s)
-            self.overlap.observe(bound_s / actual_s)
+            for ratios in (self.ttft_ratio, self.ttft_ratio_by_class.labels(modality)):
+                ratios.observe(predicted_s / actual_s)
+            for ratios in (self.overlap, self.overlap_by_class.labels(modality)):
+                ratios.observe(bound_s / actual_s)
+
+    def observe_stages(self, modality: str, stages: Iterable[StageTime]) -> None:
+        """Records what a plan predicted of stages of a request of this class, and what the members measured."""
+        for stage in stages:
+            self.stage_predicted.labels(stage.stage, modality).inc(max(0.0, stage.predicted_s))
+            self.stage_actual.labels(stage.stage, modality).inc(max(0.0, stage.actual_s))
+            self.stage_error.labels(stage.stage, modality).inc(abs(stage.predicted_s - stage.actual_s))
 
     def observe_request(self, code: str, timing: Timing) -> None:
         """Records a request that ended."""

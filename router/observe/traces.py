@@ -1,88 +1,311 @@
-"""Records what happened to recent requests, for people to read: the plan with its explanation, and the events of every
-part of the cluster.
+"""Records what happened to recent requests, for people to read: the plans with their explanations, and the events of
+every part of the cluster.
 
-Traces are kept in a bounded ring. They keep no request alive (they hold no media and no text). The module knows nothing
-of HTTP.
+Traces are kept in a bounded ring, and each router keeps those of its own requests. A `TraceSearch` finds a request
+whichever router is asked: it asks the other routers over the message plane. Traces keep no request alive (they hold no
+media and no text). What a trace means, in times on one axis, is computed when it is read (`explained_request`). The
+module knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
-from fabric.contracts import Clock, MemberId, RequestId, TraceEvent
+import msgspec
+
+from fabric.contracts import (
+    Clock,
+    EncodeResult,
+    GenerateResult,
+    Member,
+    MemberId,
+    PlaneMessage,
+    RequestId,
+    TraceEvent,
+    TraceQuestion,
+    TraceReply,
+)
+from router.observe.explained_request import MemberAnswer, explain, modality_class
+from router.planning import RoutePlan
+
+RUNNING = "running"
+"""This is the outcome of a request that has not ended."""
 
 
 class RequestTrace:
-    """A `RequestTrace` is the record of one request. Times are seconds of the host's monotonic clock."""
+    """A `RequestTrace` is the record of one request. Times are seconds of the monotonic clock of a member's host.
+    `host` is the router's own, and `wall_s` is the time of the request's arrival in seconds since 1970."""
 
-    def __init__(self, request_id: RequestId, member_id: MemberId, clock: Clock, max_events: int) -> None:
+    def __init__(
+        self,
+        request_id: RequestId,
+        member_id: MemberId,
+        clock: Clock,
+        max_events: int,
+        host: str = "",
+        wall_s: float = 0.0,
+    ) -> None:
         self.request_id = request_id
+        self.wall_s = wall_s
         self._member_id = member_id
         self._clock = clock
         self._max_events = max_events
+        self._host = host
         self._events: list[TraceEvent] = []
         self._num_dropped = 0
         self._facts: dict[str, object] = {}
-        self._plans: list[object] = []
+        self._plans: list[RoutePlan] = []
+        self._answers: list[MemberAnswer] = []
+
+    # ------------------------------------------------------------ what happened
 
     def add(self, name: str, **detail: object) -> None:
-        """Adds an event of the router itself, with the current time."""
-        self.extend([TraceEvent(self._clock.now(), self._member_id, name, dict(detail))])
+        """Adds an event of the router itself, with the current time. An event that took time has its beginning in
+        `from_s`."""
+        self._extend([TraceEvent(self._clock.now(), self._member_id, name, dict(detail))])
 
-    def extend(self, events: Iterable[TraceEvent]) -> None:
-        """Adds events that a result brought. Counts, but does not keep, events beyond `max_events`."""
-        for event in events:
-            if len(self._events) < self._max_events:
-                self._events.append(event)
-            else:
-                self._num_dropped += 1
+    def add_answer(self, attempt: int, host: str, sent_at_s: float, result: GenerateResult | EncodeResult) -> None:
+        """Adds what a member on `host` has answered to a call that the router made at `sent_at_s`: its events, and its
+        own measurements. It is called when the answer arrives."""
+        member_id = result.worker_id if isinstance(result, GenerateResult) else result.encoder_id
+        kept = self._extend(result.trace)
+        self._answers.append(MemberAnswer(attempt, member_id, host, sent_at_s, self._clock.now(), result, kept))
+
+    def _extend(self, events: Sequence[TraceEvent]) -> tuple[TraceEvent, ...]:
+        """Adds events and returns those that were kept. Events beyond `max_events` are counted, but not kept."""
+        kept = tuple(events[: max(0, self._max_events - len(self._events))])
+        self._events += kept
+        self._num_dropped += len(events) - len(kept)
+        return kept
 
     def note(self, **facts: object) -> None:
         """Sets facts of the whole request: outcome, usage, label."""
         self._facts.update(facts)
 
-    def add_plan(self, attempt: int, plan: object) -> None:
-        self._plans.append({"attempt": attempt, "plan": plain(plan)})
+    def add_plan(self, plan: RoutePlan) -> None:
+        self._plans.append(plan)
+
+    # ------------------------------------------------------------ for people to read
+
+    @property
+    def modality(self) -> str:
+        """Returns the modality class of the request; see `modality_class`."""
+        media = self._facts.get("media") or ()
+        assert isinstance(media, Sequence)
+        return modality_class(item["modality"] for item in media)
+
+    def summary(self) -> dict[str, object]:
+        """Returns the few facts by which a list of requests shows this one."""
+        facts = self._facts
+        timing, usage = plain(facts.get("timing")) or {}, facts.get("usage") or {}
+        assert isinstance(timing, Mapping)
+        assert isinstance(usage, Mapping)
+        return {
+            "request_id": self.request_id,
+            "router_id": self._member_id,
+            "label": facts.get("label"),
+            "received_at": self.wall_s,
+            "modality": self.modality,
+            "outcome": facts.get("outcome", RUNNING),
+            "num_attempts": len(self._plans),
+            "num_prompt_tokens": facts.get("num_prompt_tokens"),
+            "num_completion_tokens": usage.get("completion_tokens"),
+            "first_token_s": timing.get("first_token_s"),
+            "total_s": timing.get("total_s"),
+        }
 
     def to_json(self) -> dict[str, object]:
-        """Returns the record as JSON values, with the events in order of time (parts on one host share a clock)."""
-        events = sorted(self._events, key=lambda event: event.at_s)
-        listed = [{"at_s": e.at_s, "member_id": e.member_id, "name": e.name, "detail": plain(e.detail)} for e in events]
+        """Returns the whole record as JSON values: the facts, the plans with their explanations, the events in order of
+        time, and what `explain` computes of them."""
+        explained = explain(self._member_id, self._host, self._events, self._answers, self._plans, self._facts)
         head: dict[str, object] = {
             "request_id": self.request_id,
+            "router_id": self._member_id,
+            "received_at": self.wall_s,
+            "modality": self.modality,
+            "outcome": RUNNING,
             **{name: plain(fact) for name, fact in self._facts.items()},
         }
-        return head | {"plans": list(self._plans), "events": listed, "num_events_dropped": self._num_dropped}
+        plans = [{"attempt": plan.attempt_id.attempt, "plan": plain(plan)} for plan in self._plans]
+        shown = plain(explained)
+        assert isinstance(shown, dict)
+        return head | {"plans": plans, "num_events_dropped": self._num_dropped} | shown
+
+
+class RequestFilter(msgspec.Struct, frozen=True):
+    """A `RequestFilter` says which requests a list shows. An empty `outcome` or `modality` means all."""
+
+    limit: int = 50
+    outcome: str = ""
+    modality: str = ""
+
+    def takes(self, summary: Mapping[str, object]) -> bool:
+        is_outcome = self.outcome in ("", summary["outcome"])
+        return is_outcome and self.modality in ("", summary["modality"])
 
 
 class TraceRing:
     """A `TraceRing` holds the most recent traces, by request id."""
 
     def __init__(self, max_traces: int) -> None:
-        self._max_traces = max_traces
+        self.max_traces = max_traces
         self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
 
     def put(self, trace: RequestTrace) -> None:
         self._traces[trace.request_id] = trace
-        while len(self._traces) > self._max_traces:
+        while len(self._traces) > self.max_traces:
             self._traces.popitem(last=False)
 
     def get(self, request_id: str) -> RequestTrace | None:
         return self._traces.get(RequestId(request_id))
 
+    def latest(self, wanted: RequestFilter) -> list[dict[str, object]]:
+        """Returns the summaries of the requests that the filter takes, the newest first."""
+        summaries = (trace.summary() for trace in reversed(self._traces.values()))
+        return list(itertools.islice(filter(wanted.takes, summaries), wanted.limit))
+
     def __len__(self) -> int:
         return len(self._traces)
 
 
+# ------------------------------------------------------------ the traces of all routers
+
+ANSWER_LIMIT_S = 1.0
+"""Another router gets this much time to answer; it looks only into its memory."""
+
+
+class Found(NamedTuple):
+    """Holds what the routers have answered, as JSON values, and which routers have not answered."""
+
+    records: list[dict[str, object]]
+    asked: tuple[MemberId, ...]
+    """Holds the other routers that were asked."""
+    silent: tuple[MemberId, ...]
+
+
+class TraceSearch:
+    """A `TraceSearch` finds requests in the ring of its own router and in those of the others, which it asks over the
+    message plane. It lives in the event loop. A router that does not answer in time delays the search, but does not
+    make it fail."""
+
+    def __init__(
+        self,
+        router_id: MemberId,
+        address: str,
+        ring: TraceRing,
+        send: Callable[[str, PlaneMessage], bool],
+        limit_s: float = ANSWER_LIMIT_S,
+    ) -> None:
+        self._router_id = router_id
+        self._address = address
+        self._ring = ring
+        self._send = send
+        self._limit_s = limit_s
+        self._router_to_address: dict[MemberId, str] = {}
+        self._numbers = itertools.count(1)
+        self._waiting: dict[tuple[MemberId, int], asyncio.Future[bytes]] = {}
+
+    def update_members(self, members: Iterable[Member]) -> set[str]:
+        """Takes the directory's current list of members. Questions to a router that has left end without an answer.
+        Returns the addresses of the routers that have left."""
+        others = (each for each in members if each.kind == "router" and each.member_id != self._router_id)
+        before, self._router_to_address = self._router_to_address, {each.member_id: each.address for each in others}
+        for (router_id, _), answer in self._waiting.items():
+            if router_id not in self._router_to_address:
+                answer.cancel()
+        return set(before.values()) - set(self._router_to_address.values())
+
+    def handle(self, message: TraceQuestion | TraceReply) -> None:
+        """Answers a question of another router, or takes an answer. An answer that comes too late is dropped."""
+        if isinstance(message, TraceReply):
+            answer = self._waiting.get((message.router_id, message.number))
+            if answer is not None and not answer.done():
+                answer.set_result(message.records)
+            return
+        if message.request_id:
+            trace = self._ring.get(message.request_id)
+            records = [] if trace is None else [trace.to_json()]
+        else:
+            records = self._ring.latest(RequestFilter(message.limit, message.outcome, message.modality))
+        reply = TraceReply(self._router_id, message.number, msgspec.json.encode(records))
+        self._send(message.address, reply)
+
+    async def find(self, request_id: str) -> Found:
+        """Returns the record of a request, wherever it ran. Other routers are asked only if this one has no record."""
+        own = self._ring.get(request_id)
+        if own is not None:
+            return Found([own.to_json()], (), ())
+        return await self._ask(TraceQuestion(self._router_id, self._address, 0, RequestId(request_id)), True)
+
+    async def latest(self, wanted: RequestFilter) -> Found:
+        """Returns the summaries of the requests of all routers that the filter takes, the newest first."""
+        question = TraceQuestion(
+            self._router_id, self._address, 0, RequestId(""), wanted.limit, wanted.outcome, wanted.modality
+        )
+        found = await self._ask(question, False)
+        records = [*self._ring.latest(wanted), *found.records]
+        records.sort(key=_wall_s, reverse=True)
+        return found._replace(records=records[: wanted.limit])
+
+    async def _ask(self, question: TraceQuestion, is_one_enough: bool) -> Found:
+        """Asks all other routers, and waits until all have answered or the time is over. With `is_one_enough`, it stops
+        at the first answer that has a record."""
+        number = next(self._numbers)
+        question = msgspec.structs.replace(question, number=number)
+        answers: dict[MemberId, asyncio.Future[bytes]] = {}
+        for router_id, address in self._router_to_address.items():
+            answers[router_id] = self._waiting[router_id, number] = asyncio.get_running_loop().create_future()
+            if not self._send(address, question):
+                answers[router_id].cancel()
+        try:
+            records = await self._gather(set(answers.values()), is_one_enough)
+        finally:
+            for router_id, answer in answers.items():
+                del self._waiting[router_id, number]
+                answer.cancel()
+        silent = tuple(router_id for router_id, answer in answers.items() if answer.cancelled())
+        return Found(records, tuple(answers), silent)
+
+    async def _gather(self, open_answers: set[asyncio.Future[bytes]], is_one_enough: bool) -> list[dict[str, object]]:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + self._limit_s
+        records: list[dict[str, object]] = []
+        while open_answers and not (records and is_one_enough):
+            left_s = max(0.0, deadline_s - loop.time())
+            done, open_answers = await asyncio.wait(open_answers, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            for answer in done:
+                if not answer.cancelled():  # The router has left, or its queue was full.
+                    records += msgspec.json.decode(answer.result(), type=list[dict[str, Any]])
+        return records
+
+
+def _wall_s(summary: Mapping[str, object]) -> float:
+    received_at = summary.get("received_at")
+    return received_at if isinstance(received_at, float) else 0.0
+
+
+# ------------------------------------------------------------ JSON values
+
+
 def plain(value: object) -> object:
-    """Converts a value to JSON values: dataclasses and named tuples become objects, and other types become their
-    text."""
+    """Converts a value to JSON values: dataclasses and named tuples become objects, numbers of numpy become plain ones,
+    and other types become their text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
         return value.hex()
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

@@ -97,6 +97,7 @@ class Prompt:
         media = [
             {
                 "part": item.part,
+                "mm_hash": item.mm_hash,
                 "modality": item.modality,
                 "num_tokens": item.num_tokens,
                 "cost": item.cost,

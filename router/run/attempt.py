@@ -23,7 +23,7 @@ from fabric.contracts import (
     WeftError,
     WorkerLost,
 )
-from router.observe import RequestTrace
+from router.observe import RequestTrace, modality_class, worker_stages
 from router.planning import RoutePlan, RouteQuery
 from router.prompt import Prompt
 from router.run.admission import check_deadline
@@ -53,6 +53,7 @@ class Attempt:
         self.dispatched_at_s = 0.0
         self.first_token_s = 0.0
         """Holds the time from the dispatch to the first token of the request; it is 0 until then."""
+        self.modality = modality_class(item.modality for item in prompt.media)
         self._context = context
         self._prompt = prompt
         self._age = age
@@ -64,6 +65,7 @@ class Attempt:
         self._ended: asyncio.Queue[asyncio.Task[GenerateResult] | asyncio.Task[EncodeResult] | WeftError] = (
             asyncio.Queue()
         )
+        self._host = ""
         self._deadline: asyncio.Timeout | None = None
         self._is_settling = False
         self._is_answered = False
@@ -87,8 +89,10 @@ class Attempt:
         self.plan, self.dispatched_at_s = plan, now
         context.cluster.note_dispatched(query, plan, now)
         context.metrics.covered_items.inc(len(plan.covered_items))
-        self._trace.add("planned", attempt=attempt, worker=plan.worker_id, predicted_ttft_s=plan.predicted_ttft_s)
-        self._trace.add_plan(attempt, plan)
+        facts = {"worker": plan.worker_id, "predicted_ttft_s": plan.predicted_ttft_s}
+        self._trace.add("planned", attempt=attempt, from_s=now, **facts)
+        self._trace.add_plan(plan)
+        self._host = context.machine_of(plan.worker_id)
         call = context.pools.workers.generate(plan.worker_id, self._generate_request(plan, emitted))
         self._generate = context.tasks.spawn(call, f"generate {request_id}/{attempt}")
         self._generate.add_done_callback(self._ended.put_nowait)
@@ -166,15 +170,16 @@ class Attempt:
                 raise WorkerLost(f"the call to {self.plan.worker_id} was cancelled")
             result = task.result()
             self._is_answered = True
+            self._trace.add_answer(self.attempt_id.attempt, self._host, self.dispatched_at_s, result)
             if result.error is not None and not self._is_settling:
                 raise result.error.to_error()
         except WeftError as error:
             self._worker_failed(self.plan.worker_id, error)
             raise
-        self._trace.extend(result.trace)
         if result.error is None:
             now, first_token_s = self._context.clock.now(), self.first_token_s
             self._context.cluster.observe_generate(self.plan, result, now, first_token_s)
+            self._context.metrics.observe_stages(self.modality, worker_stages(self.plan, result))
         return result
 
     def _worker_failed(self, worker_id: MemberId, error: WeftError) -> None:

@@ -86,6 +86,8 @@ class RouterContext:
     tasks: Tasks = field(default_factory=Tasks)
     members: dict[MemberId, Member] = field(default_factory=dict)
     """Holds the workers and encoders that are there."""
+    own_record: list[Member] = field(default_factory=list)
+    """Holds this router's own record, once the directory has it."""
 
     def send(self, member_id: MemberId, message: PlaneMessage) -> bool:
         """Sends a message to a member by its id; returns False if the member has left."""
@@ -103,6 +105,13 @@ class RouterContext:
         """Replaces the membership by the workers and encoders among `members`."""
         self.members.clear()
         self.members.update({each.member_id: each for each in members if each.kind in ("worker", "encoder")})
+        self.own_record[:] = [each for each in members if each.member_id == self.member_id]
+
+    def machine_of(self, member_id: MemberId) -> str:
+        """Returns the machine on which a member (or this router) runs, or an empty string if it is not known."""
+        own = self.own_record[0] if self.own_record and member_id == self.member_id else None
+        member = own or self.members.get(member_id)
+        return "" if member is None else member.machine
 
 
 # ------------------------------------------------------------ calls to members

@@ -33,7 +33,7 @@ from fabric.contracts import (
     WorkerBackedUp,
     WorkerLost,
 )
-from router.observe import RequestTrace
+from router.observe import RequestTrace, item_stages, modality_class
 from router.planning import RoutePlan, RouteQuery
 from router.prompt import Prompt
 from router.run.context import RouterContext
@@ -49,6 +49,9 @@ SHORTEST_CALL_S = 0.1
 class OpenEncode(NamedTuple):
     encoder_id: MemberId
     items: tuple[int, ...]
+    host: str
+    """Names the machine of the encoder."""
+    sent_at_s: float
 
 
 class Dispatch(NamedTuple):
@@ -100,7 +103,7 @@ class EncodeDispatcher:
     def take(self, task: asyncio.Task[EncodeResult]) -> None:
         """Takes a call that has ended, and sends items that failed but may succeed elsewhere to another encoder. Raises
         the error that ends the attempt."""
-        encoder_id, items = self._calls.pop(task)
+        encoder_id, items, host, sent_at_s = self._calls.pop(task)
         try:
             if task.cancelled():
                 raise EncoderLost(f"the call to {encoder_id} was cancelled")
@@ -113,8 +116,10 @@ class EncodeDispatcher:
             return
         except WeftError as error:
             self._give_up(items, error)
-        self._trace.extend(result.trace)
-        self._context.cluster.observe_encode(self._dispatch.plan, result, self._context.clock.now())
+        plan, modality = self._dispatch.plan, modality_class(item.modality for item in self._prompt.media)
+        self._trace.add_answer(plan.attempt_id.attempt, host, sent_at_s, result)
+        self._context.cluster.observe_encode(plan, result, self._context.clock.now())
+        self._context.metrics.observe_stages(modality, item_stages(plan, result))
         self.encoder_s += sum(self._share_s(item) for item in result.items)
         failed: dict[int, WeftError] = {}
         code_to_moved: dict[str, tuple[WeftError, list[int]]] = {}
@@ -274,7 +279,8 @@ class EncodeDispatcher:
         )
         media = [self._prompt.media_bytes[index] for index in items]
         task = self._context.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")
-        self._calls[task] = OpenEncode(encoder_id, items)
+        host = self._context.machine_of(encoder_id)
+        self._calls[task] = OpenEncode(encoder_id, items, host, self._context.clock.now())
         task.add_done_callback(self._ended)
         self._trace.add("dispatched", to=encoder_id, attempt=attempt, items=list(items))
 

@@ -1,7 +1,8 @@
 """Carries the output of one request from the attempts, which write as tokens come, to one reader, which takes text when
 it can. Tokens pass through it in this order: a `TokenOrder` puts the tokens of one choice in order, a `ChoiceOutput`
 makes the choice's text of them and cuts it at the first stop, and the `RequestStream` hands the text of all choices to
-the reader. `TokenDetails` gives out what a client may ask for besides the text: token ids and log-probabilities.
+the reader. `TokenDetails` gives out what a client may ask for besides the text: token ids, log-probabilities and the
+record of the request.
 
 A slow reader delays nothing else: text that it has not taken is joined, so the buffer is one text per choice, no longer
 than the choice itself. The module knows nothing of HTTP, of members, or of how attempts are made; a request's attempts
@@ -49,6 +50,8 @@ class RequestStream:
         """Lists the media that the model did not get as they were sent. It is fixed once the stream is started."""
         self.choices = tuple(choices)
         self.usage: Usage | None = None
+        self.record: Callable[[], dict[str, object]] = dict
+        """Returns the record of the request as JSON values; it is whole once the stream has ended."""
         self._error: WeftError | None = None
         self._pending: list[_Pending | None] = [_Pending() for _ in choices]
         """Holds None for a choice once its finish was read."""
@@ -355,12 +358,13 @@ class Ending(NamedTuple):
 
 class TokenDetails:
     """A `TokenDetails` gives out the token ids and log-probabilities of one answer, streamed or whole, each once per
-    choice. It gives nothing if the client asked for nothing."""
+    choice, and the record of its request. It gives nothing if the client asked for nothing."""
 
     def __init__(self, stream: RequestStream, chat: ChatRequest, bytes_of: TokenBytes) -> None:
         self._stream = stream
         self._choices = stream.choices
         self._has_ids = bool(chat.return_token_ids)
+        self._has_explanation = chat.wants_explanation
         self._has_logprobs = bool(chat.logprobs)
         self._bytes_of = bytes_of
         self._num_returned = [0] * len(stream.choices)
@@ -370,6 +374,11 @@ class TokenDetails:
         """Returns the prompt's token ids if the client asked for them. They are final once the stream is started;
         before that, the prompt may be made again."""
         return self._stream.prompt_token_ids if self._has_ids else None
+
+    @property
+    def explanation(self) -> dict[str, object] | None:
+        """Returns the record of the request if the client asked for it. Call it after the end of the stream."""
+        return self._stream.record() if self._has_explanation else None
 
     def fresh(self, choice: int) -> dict[str, object]:
         """Returns the fields of a choice for the tokens that no earlier call has returned, and marks those tokens as

@@ -392,10 +392,12 @@ class Account:
         now = self._context.clock.now()
         if self._first_token_at_s is None:
             self._first_token_at_s = now
-            self._trace.add("first_token", choice=choice)
+            self._trace.add("first_token", attempt=attempt.attempt_id.attempt, choice=choice)
             plan = attempt.plan
             actual_s = attempt.first_token_s = now - attempt.dispatched_at_s
-            self._context.metrics.observe_first_token(plan.predicted_ttft_s, plan.lower_bound_s, actual_s)
+            self._context.metrics.observe_first_token(
+                attempt.modality, plan.predicted_ttft_s, plan.lower_bound_s, actual_s
+            )
         elif choice in self._last_token_at_s:
             each_s = (now - self._last_token_at_s[choice]) / num_tokens
             for _ in range(num_tokens):

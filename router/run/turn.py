@@ -165,6 +165,7 @@ class Turn:
 
     async def _stand_in_line(self, waiter: Waiter, reason: str) -> bool:
         """Waits in the queue for what the prompt needs. Returns False if the time was over before that was there."""
+        began_s = self._context.clock.now()
         self._trace.add("waiting", reason=reason)
         self._wait = wait = self._gate.join(waiter)
         is_served = False
@@ -174,7 +175,7 @@ class Turn:
             self.waited_s += wait.waited_s
             if not is_served:
                 self.leave()
-        self._trace.add("waited", waited_s=wait.waited_s, is_served=is_served)
+        self._trace.add("waited", waited_s=wait.waited_s, is_served=is_served, from_s=began_s)
         return is_served
 
     # ------------------------------------------------------------ the deadline

@@ -344,7 +344,7 @@ def test_what_was_taken_away_is_told_in_weft_and_nothing_else_is() -> None:
     for body in (
         completion(HEAD, [ChoiceText(0, "hi", "stop")], usage, degraded=told),
         writer.finish(0, "stop", degraded=told).removeprefix(b"data: "),
-        writer.usage(usage, told).removeprefix(b"data: "),
+        writer.last(usage, told).removeprefix(b"data: "),
     ):
         assert json.loads(body)["weft"] == {"degraded": told}
     assert "weft" not in json.loads(completion(HEAD, [ChoiceText(0, "hi", "stop")], usage))
@@ -353,7 +353,7 @@ def test_what_was_taken_away_is_told_in_weft_and_nothing_else_is() -> None:
 
 def test_usage_chunk_has_no_choices_and_others_say_null() -> None:
     writer = ChunkWriter(HEAD, has_usage_chunk=True)
-    last = json.loads(writer.usage(Usage(1, 2, 0, {})).removeprefix(b"data: "))
+    last = json.loads(writer.last(Usage(1, 2, 0, {})).removeprefix(b"data: "))
     assert last["choices"] == []
     assert json.loads(writer.text(0, "x").removeprefix(b"data: "))["usage"] is None
     assert "usage" not in json.loads(ChunkWriter(HEAD, False).text(0, "x").removeprefix(b"data: "))

@@ -9,7 +9,7 @@ from typing import Annotated, get_type_hints
 
 import msgspec
 import pytest
-from router_chats import chat, expected, image, read
+from router_chats import chat, expected, image, read, text
 
 from deploy.testing import TINY_MODEL, FakeCluster, TinyFamily, fake_cluster, settled, tiny_codec
 from fabric.contracts import (
@@ -114,6 +114,10 @@ async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
         for name, taken in seconds.items():
             assert value(cluster, f"weft_router_{name}_count") == 1, name
             assert value(cluster, f"weft_router_{name}_sum") == pytest.approx(taken), name
+        for name in ("ttft_ratio", "overlap_efficiency"):
+            assert value(cluster, f"weft_router_modality_{name}_count", modality="image") == 1
+            taken = value(cluster, f"weft_router_modality_{name}_sum", modality="image")
+            assert taken == pytest.approx(seconds[name]), name
         assert value(cluster, "weft_router_itl_seconds_count") == usage.num_completion_tokens - 1
         assert value(cluster, "weft_router_itl_seconds_sum") == pytest.approx(worker_s - STEP_S)
         for stage, taken in {"prompt": prompt_s, "worker": worker_s, "router": prompt_s}.items():
@@ -202,6 +206,23 @@ async def test_the_planners_sums_are_told_by_stage() -> None:
         )
         for stage in ("prefill", "held", "ttft", "lower_bound"):
             assert value(cluster, "weft_planner_observations_total", stage=stage) == 2
+
+
+async def test_stages_are_compared_by_the_modality_class_of_the_request() -> None:
+    """The fakes report constant times: 0.001 s in the queue, 0.002 s of preparation, 0.002 s of encoding. A picture
+    that a request has twice is encoded once."""
+    async with fake_cluster() as cluster:
+        for content in ("words", [image(), text("?")], [image(), image(), text("?")]):
+            await read(await cluster.service.open(chat(content)))
+        assert value(cluster, "weft_router_stage_actual_seconds_total", stage="queue", modality="text") == 0.001
+        for stage, actual_s in {"queue": 0.002, "prepare": 0.004, "encode": 0.004, "first_token": 0.04}.items():
+            labels = {"stage": stage, "modality": "image"}
+            assert value(cluster, "weft_router_stage_actual_seconds_total", **labels) == pytest.approx(actual_s)
+            predicted_s = value(cluster, "weft_router_stage_predicted_seconds_total", **labels)
+            error_s = value(cluster, "weft_router_stage_error_seconds_total", **labels)
+            assert predicted_s is not None
+            assert error_s >= abs(predicted_s - actual_s) * (1 - 1e-9), stage
+        assert value(cluster, "weft_router_stage_actual_seconds_total", stage="encode", modality="text") is None
 
 
 async def test_the_planners_promises_that_fail_are_seen() -> None:

@@ -86,6 +86,7 @@ async def test_a_picture_is_shown_at_half_its_sides() -> None:
         assert record["media"] == [
             {
                 "part": "messages.0.content.0",
+                "mm_hash": second.media[0].mm_hash,
                 "modality": "image",
                 "num_tokens": 16,
                 "cost": 64,
