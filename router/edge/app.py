@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fabric.contracts import Aborted, WeftError, mint_request_id
+from fabric.contracts import Aborted, InvalidRequest, WeftError, mint_request_id
 from router.api import (
     DONE,
     ChoiceText,
@@ -42,6 +42,8 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
+from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
+from router.observe import Found, RequestFilter
 from router.run import RequestStream, Ticket, TokenDetails
 from router.service import RouterService
 
@@ -65,6 +67,7 @@ def create_app(service: RouterService) -> FastAPI:
         ("GET", "/metrics", edge.metrics),
         ("GET", "/weft/members", edge.members),
         ("GET", "/weft/prometheus-targets", edge.prometheus_targets),
+        ("GET", "/weft/requests", edge.requests),
         ("GET", "/weft/requests/{request_id}", edge.trace),
     ]
     for method, path, handler in routes:
@@ -211,15 +214,69 @@ class HttpEdge:
         """Lists the workers and encoders that this router plans with."""
         return answer_json(request, {"members": self._service.members()})
 
+    async def requests(self, request: Request) -> Response:
+        """Lists the latest requests of all routers, the newest first, as JSON or as a page."""
+        try:
+            wanted = wanted_requests(request)
+            is_page = wants_page(request)
+        except WeftError as error:
+            return self._refusal(request, error, echo(request))
+        found = await self._service.search.latest(wanted)
+        if is_page:
+            return answer_page(request, requests_page(found.records, msgspec.to_builtins(wanted), found.silent))
+        return answer_json(request, {"requests": found.records, "routers_without_answer": found.silent})
+
     async def trace(self, request: Request) -> Response:
-        """Returns the trace of a recent request, by the request's id or by the id of its completion."""
-        name = str(request.path_params["request_id"]).removeprefix("chatcmpl-")
-        trace = self._service.traces.get(name)
-        if trace is None:
-            message = f"this router has no trace of the request `{name[:128]}`; it keeps those of its latest requests"
-            body = envelope(message, 404, "not_found", "request_id")
+        """Returns the record of a recent request, whichever router ran it, by the request's id or by the id of its
+        completion, as JSON or as a page."""
+        name = str(request.path_params["request_id"])
+        is_named_page = name.endswith(".html")
+        name = name.removesuffix(".html").removeprefix("chatcmpl-")
+        try:
+            is_page = is_named_page or wants_page(request)
+        except WeftError as error:
+            return self._refusal(request, error, echo(request))
+        found = await self._service.search.find(name)
+        if not found.records:
+            body = envelope(self._not_found(name, found), 404, "not_found", "request_id")
             return Response(body, 404, media_type="application/json", headers=echo(request))
-        return answer_json(request, trace.to_json())
+        return (
+            answer_page(request, request_page(found.records[0])) if is_page else answer_json(request, found.records[0])
+        )
+
+    def _not_found(self, name: str, found: Found) -> str:
+        others = f" and the {len(found.asked)} other routers" if found.asked else ""
+        silent = f"; no answer came from {', '.join(found.silent)}" if found.silent else ""
+        return (
+            f"this router{others} have no record of the request `{name[:128]}`; each router keeps those of its latest "
+            f"{self._service.traces.max_traces} requests{silent}"
+        )
+
+
+MAX_LISTED = 1000
+
+
+def wanted_requests(request: Request) -> RequestFilter:
+    """Returns the filter of a list of requests. Raises InvalidRequest for a limit that is not a number in its range."""
+    given = request.query_params
+    limit = given.get("limit") or "50"
+    is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(MAX_LISTED))
+    if not is_number or not 1 <= int(limit) <= MAX_LISTED:
+        raise InvalidRequest(f"`limit` must be a number from 1 to {MAX_LISTED}, not {limit[:64]!r}", param="limit")
+    return RequestFilter(int(limit), given.get("outcome", "")[:64], given.get("modality", "")[:64])
+
+
+def wants_page(request: Request) -> bool:
+    """Tells whether the client wants a page for people: the parameter `format` decides, or else whether the client
+    accepts HTML (browsers do, and clients of an API do not). Raises InvalidRequest for another format."""
+    wanted = request.query_params.get("format")
+    if wanted not in (None, "html", "json"):
+        raise InvalidRequest(f"`format` must be `html` or `json`, not {wanted[:64]!r}", param="format")
+    return wanted == "html" or (wanted is None and "text/html" in request.headers.get("accept", ""))
+
+
+def answer_page(request: Request, page: str) -> Response:
+    return Response(page, headers=PAGE_HEADERS | echo(request))
 
 
 async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> bytes:

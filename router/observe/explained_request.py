@@ -147,12 +147,18 @@ def timeline(
         spans += axis.spans_of([event])
     for answer in answers:
         axis = _Axis(answer.member_id, answer.attempt, clocks.get(answer.host, SAME), zero_s)
-        spans += axis.spans_of(answer.events)
+        spans += _way(answer, axis) + axis.spans_of(answer.events)
         if isinstance(answer.result, GenerateResult):
             spans += _worker_waits(answer.events, axis, hash_to_item)
         else:
             spans += _encoder_waits(answer.events, axis)
     return sorted(spans, key=lambda span: (span.begin_s, span.end_s))
+
+
+def _way(answer: MemberAnswer, axis: _Axis) -> list[TimeSpan]:
+    """Returns the span from the router's call to the member's receipt of it."""
+    sent_s = answer.sent_at_s - axis.clock.offset_s
+    return [axis.span("way", sent_s, e.at_s, {}) for e in answer.events[:1] if e.name == "received"]
 
 
 def _worker_waits(events: Sequence[TraceEvent], axis: _Axis, hash_to_item: Mapping[str, int]) -> list[TimeSpan]:

@@ -65,7 +65,7 @@ class Attempt:
         self._ended: asyncio.Queue[asyncio.Task[GenerateResult] | asyncio.Task[EncodeResult] | WeftError] = (
             asyncio.Queue()
         )
-        self._host = ""
+        self._host, self._sent_at_s = "", 0.0
         self._deadline: asyncio.Timeout | None = None
         self._is_settling = False
         self._is_answered = False
@@ -92,7 +92,7 @@ class Attempt:
         facts = {"worker": plan.worker_id, "predicted_ttft_s": plan.predicted_ttft_s}
         self._trace.add("planned", attempt=attempt, from_s=now, **facts)
         self._trace.add_plan(plan)
-        self._host = context.machine_of(plan.worker_id)
+        self._host, self._sent_at_s = context.machine_of(plan.worker_id), context.clock.now()
         call = context.pools.workers.generate(plan.worker_id, self._generate_request(plan, emitted))
         self._generate = context.tasks.spawn(call, f"generate {request_id}/{attempt}")
         self._generate.add_done_callback(self._ended.put_nowait)
@@ -170,7 +170,7 @@ class Attempt:
                 raise WorkerLost(f"the call to {self.plan.worker_id} was cancelled")
             result = task.result()
             self._is_answered = True
-            self._trace.add_answer(self.attempt_id.attempt, self._host, self.dispatched_at_s, result)
+            self._trace.add_answer(self.attempt_id.attempt, self._host, self._sent_at_s, result)
             if result.error is not None and not self._is_settling:
                 raise result.error.to_error()
         except WeftError as error:
