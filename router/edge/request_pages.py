@@ -48,8 +48,9 @@ NAME_TO_WORDS = {
     "transfer": "Transfer",
     "first_token": "First token",
     "generate": "Generate",
-    "encoder_wait": "Waits at the encoder",
-    "prepare": "Decode and preprocess",
+    "decode": "Decode and preprocess",
+    "device_prepare": "Prepare on the device",
+    "ready": "Ready to encode",
     "encode": "Encode",
     "landing": "Landed, since dispatch",
     "ttft": "First token, since dispatch",
@@ -76,6 +77,9 @@ NAME_TO_WORDS = {
     "wait_s": "Wait",
     "prepare_s": "Decode and preprocess",
     "landing_s": "Landed",
+    "num_workers": "Workers",
+    "num_scored": "Scored",
+    "num_near_equal": "Near-equal",
     "predicted_s": "Predicted",
     "actual_s": "Actual",
     "offset_s": "Offset",
@@ -393,6 +397,8 @@ def cell(name: str, value: object) -> str:
         return milliseconds(value)
     if isinstance(value, float):
         return f"{value:.4g}"
+    if name == "mm_hash":
+        return f'<code title="{text(value)}">{text(str(value)[:8])}</code>'
     if isinstance(value, Mapping):
         return text(_pairs(value))
     return text(value)

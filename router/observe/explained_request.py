@@ -240,20 +240,45 @@ def worker_stages(plan: RoutePlan, result: GenerateResult) -> list[StageTime]:
 
 def item_stages(plan: RoutePlan, result: EncodeResult) -> list[StageTime]:
     """Compares the stages of the encoder, for each item that was encoded where the plan wanted it. A feature that the
-    encoder had cached took none of these stages."""
+    encoder had cached took none of these stages.
+
+    `decode` lasts from the receipt of the call until the item is decoded, with the queue for a decoder. `ready` lasts
+    from the receipt until the first forward pass for this request begins. `encode` lasts from there to the end of the
+    item's last pass. Without events, `decode` and `encode` are what the encoder worked on the item."""
     index_to_terms = {terms.item_index: terms for terms in plan.explanation.winner.items}
+    item_to_passes = _passes(result.trace)
+    first_pass_s = min((began_s(each) for passes in item_to_passes.values() for each in passes), default=0.0)
+    received_s = min((event.at_s for event in result.trace if event.name == "received"), default=first_pass_s)
+    decoded = {event.detail.get("item"): event.at_s for event in result.trace if event.name == "decoded"}
     stages: list[StageTime] = []
     for item in result.items:
-        terms = index_to_terms.get(item.index)
+        terms, times, index = index_to_terms.get(item.index), item.times, item.index
         if terms is None or terms.encoder_id != result.encoder_id or item.error is not None:
             continue
-        if terms.is_cached or item.times.is_cache_hit:
+        if terms.is_cached or times.is_cache_hit:
             continue
-        times, encoder = item.times, terms.encoder_id
-        stages.append(StageTime("encoder_wait", terms.wait_s, times.queue_s, encoder, item.index))
-        stages.append(StageTime("prepare", terms.prepare_s, times.decode_s + times.preprocess_s, encoder, item.index))
-        stages.append(StageTime("encode", terms.encode_s, times.encode_s, encoder, item.index))
+        decode_s = times.decode_s + times.preprocess_s - times.device_prepare_s
+        decode_s = decoded[index] - received_s if index in decoded else decode_s
+        device_s = terms.device_prepare_s, times.device_prepare_s
+        passes = item_to_passes.get(index)
+        encode_s = max(each.at_s for each in passes) - first_pass_s if passes else times.encode_s
+        compared = [("decode", terms.prepare_s, decode_s)]
+        compared += [("device_prepare", *device_s)] if any(device_s) else []
+        if passes:
+            ready_s = terms.landing_s - terms.transfer_s - terms.encode_s
+            compared.append(("ready", ready_s, first_pass_s - received_s))
+        compared.append(("encode", terms.encode_s, encode_s))
+        stages += [StageTime(*each, member_id=result.encoder_id, item=index) for each in compared]
     return stages
+
+
+def _passes(events: Iterable[TraceEvent]) -> dict[object, list[TraceEvent]]:
+    """Returns the forward passes of each item."""
+    item_to_passes: dict[object, list[TraceEvent]] = {}
+    for event in events:
+        if event.name == "unit_encoded":
+            item_to_passes.setdefault(event.detail.get("item"), []).append(event)
+    return item_to_passes
 
 
 def landing_stages(plan: RoutePlan, spans: Iterable[TimeSpan], dispatched_s: float) -> list[StageTime]:

@@ -215,7 +215,7 @@ async def test_stages_are_compared_by_the_modality_class_of_the_request() -> Non
         for content in ("words", [image(), text("?")], [image(), image(), text("?")]):
             await read(await cluster.service.open(chat(content)))
         assert value(cluster, "weft_router_stage_actual_seconds_total", stage="queue", modality="text") == 0.001
-        for stage, actual_s in {"queue": 0.002, "prepare": 0.004, "encode": 0.004, "first_token": 0.04}.items():
+        for stage, actual_s in {"queue": 0.002, "decode": 0.004, "encode": 0.004, "first_token": 0.04}.items():
             labels = {"stage": stage, "modality": "image"}
             assert value(cluster, "weft_router_stage_actual_seconds_total", **labels) == pytest.approx(actual_s)
             predicted_s = value(cluster, "weft_router_stage_predicted_seconds_total", **labels)
