@@ -245,10 +245,10 @@ class HttpEdge:
         )
 
     def _not_found(self, name: str, found: Found) -> str:
-        others = f" and the {len(found.asked)} other routers" if found.asked else ""
+        who = f"none of the {len(found.asked) + 1} routers has a" if found.asked else "this router has no"
         silent = f"; no answer came from {', '.join(found.silent)}" if found.silent else ""
         return (
-            f"this router{others} have no record of the request `{name[:128]}`; each router keeps those of its latest "
+            f"{who} record of the request `{name[:128]}`; a router keeps those of its latest "
             f"{self._service.traces.max_traces} requests{silent}"
         )
 

@@ -176,7 +176,7 @@ def _worker_waits(events: Sequence[TraceEvent], axis: _Axis, hash_to_item: Mappi
             if event.name == "unit_announced":
                 unit_to_announced_s.setdefault(unit, event.at_s)
             elif unit in unit_to_announced_s:
-                where = {"item": hash_to_item.get(mm_hash), "unit": int(number)}
+                where = {"item": hash_to_item.get(mm_hash), "unit": int(number) if number.isdigit() else number}
                 spans.append(axis.span("transfer", unit_to_announced_s.pop(unit), event.at_s, where))
     if "first_token" in first and "finished" in first:
         last_s = max(event.at_s for event in events if event.name == "finished")

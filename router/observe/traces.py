@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
@@ -34,6 +35,8 @@ from fabric.contracts import (
 from router.observe.explained_request import MemberAnswer, explain, modality_class
 from router.planning import RoutePlan
 
+_LOG = logging.getLogger(__name__)
+Records = list[dict[str, Any]]
 RUNNING = "running"
 """This is the outcome of a request that has not ended."""
 
@@ -183,7 +186,7 @@ ANSWER_LIMIT_S = 1.0
 class Found(NamedTuple):
     """Holds what the routers have answered, as JSON values, and which routers have not answered."""
 
-    records: list[dict[str, object]]
+    records: Records
     asked: tuple[MemberId, ...]
     """Holds the other routers that were asked."""
     silent: tuple[MemberId, ...]
@@ -209,7 +212,9 @@ class TraceSearch:
         self._limit_s = limit_s
         self._router_to_address: dict[MemberId, str] = {}
         self._numbers = itertools.count(1)
-        self._waiting: dict[tuple[MemberId, int], asyncio.Future[bytes]] = {}
+        self._waiting: dict[tuple[MemberId, int], asyncio.Future[Records]] = {}
+        """Holds the answers that have not come. One that is cancelled will not come: its router has left or can't be
+        reached."""
 
     def update_members(self, members: Iterable[Member]) -> set[str]:
         """Takes the directory's current list of members. Questions to a router that has left end without an answer.
@@ -226,7 +231,7 @@ class TraceSearch:
         if isinstance(message, TraceReply):
             answer = self._waiting.get((message.router_id, message.number))
             if answer is not None and not answer.done():
-                answer.set_result(message.records)
+                self._take(answer, message)
             return
         if message.request_id:
             trace = self._ring.get(message.request_id)
@@ -235,6 +240,13 @@ class TraceSearch:
             records = self._ring.latest(RequestFilter(message.limit, message.outcome, message.modality))
         reply = TraceReply(self._router_id, message.number, msgspec.json.encode(records))
         self._send(message.address, reply)
+
+    def _take(self, answer: asyncio.Future[Records], reply: TraceReply) -> None:
+        try:
+            answer.set_result(msgspec.json.decode(reply.records, type=Records))
+        except msgspec.MsgspecError as error:
+            _LOG.warning("the reply of %s about requests can't be read: %s", reply.router_id, error)
+            answer.cancel()
 
     async def find(self, request_id: str) -> Found:
         """Returns the record of a request, wherever it ran. Other routers are asked only if this one has no record."""
@@ -258,7 +270,7 @@ class TraceSearch:
         at the first answer that has a record."""
         number = next(self._numbers)
         question = msgspec.structs.replace(question, number=number)
-        answers: dict[MemberId, asyncio.Future[bytes]] = {}
+        answers: dict[MemberId, asyncio.Future[Records]] = {}
         for router_id, address in self._router_to_address.items():
             answers[router_id] = self._waiting[router_id, number] = asyncio.get_running_loop().create_future()
             if not self._send(address, question):
@@ -272,18 +284,18 @@ class TraceSearch:
         silent = tuple(router_id for router_id, answer in answers.items() if answer.cancelled())
         return Found(records, tuple(answers), silent)
 
-    async def _gather(self, open_answers: set[asyncio.Future[bytes]], is_one_enough: bool) -> list[dict[str, object]]:
+    async def _gather(self, open_answers: set[asyncio.Future[Records]], is_one_enough: bool) -> Records:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._limit_s
-        records: list[dict[str, object]] = []
+        records: Records = []
         while open_answers and not (records and is_one_enough):
             left_s = max(0.0, deadline_s - loop.time())
             done, open_answers = await asyncio.wait(open_answers, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
             if not done:
                 break
             for answer in done:
-                if not answer.cancelled():  # The router has left, or its queue was full.
-                    records += msgspec.json.decode(answer.result(), type=list[dict[str, Any]])
+                if not answer.cancelled():
+                    records += answer.result()
         return records
 
 

@@ -15,7 +15,7 @@ from msgspec import structs
 from router_chats import chat_body, expected, image, text
 
 from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster, settled
-from fabric.contracts import EngineFailed, ErrorInfo, InvalidMedia, WorkerLost
+from fabric.contracts import EngineFailed, ErrorInfo, InvalidMedia, TokenFrame, WorkerLost
 from router.edge import create_app
 
 CHAT = "/v1/chat/completions"
@@ -132,6 +132,139 @@ async def test_trace_of_a_request_by_either_id() -> None:
         again = await client.get(f"/weft/requests/{response.headers['x-weft-request-id']}")
         assert again.json() == trace
         assert (await client.get("/weft/requests/mine")).status_code == 404
+
+
+# ---------------------------------------------------------------- These tests cover the records of requests.
+
+
+async def test_a_request_that_asks_for_it_gets_its_record_in_the_answer() -> None:
+    async with served(num_workers=2) as (_, client):
+        content = [image(), text("?")]
+        plain = (await client.post(CHAT, content=chat_body(content, weft={}))).json()
+        assert "weft" not in plain
+        body = (await client.post(CHAT, content=chat_body(content, weft={"explain": True}))).json()
+        record = body["weft"]["explain"]
+        assert record == (await client.get(f"/weft/requests/{body['id']}")).json()
+        assert (record["outcome"], record["modality"], record["usage"]) == ("ok", "image", body["usage"])
+        (plan,) = record["plans"]
+        assert {plan["plan"]["worker_id"], "worker-0", "worker-1"} == {"worker-0", "worker-1"}
+        parts = record["first_token"]["parts"]
+        assert sum(parts.values()) == pytest.approx(record["first_token"]["at_s"])
+
+
+@pytest.mark.parametrize("has_usage", [True, False])
+async def test_a_streamed_answer_has_the_record_in_its_last_chunk(has_usage: bool) -> None:
+    async with served() as (_, client):
+        fields = {"stream_options": {"include_usage": True}} if has_usage else {}
+        body = chat_body(stream=True, weft={"explain": True}, **fields)
+        *chunks, last, done = events((await client.post(CHAT, content=body)).content)
+        assert done == "[DONE]"
+        assert (last["choices"], "usage" in last) == ([], has_usage)
+        assert last["weft"]["explain"]["request_id"] == last["id"].removeprefix("chatcmpl-")
+        assert last["weft"]["explain"]["outcome"] == "ok"
+        assert all(chunk["choices"] and "weft" not in chunk for chunk in chunks)
+
+
+async def test_the_record_in_the_answer_has_every_attempt() -> None:
+    async with served(num_workers=2) as (cluster, client):
+        for worker in cluster.workers:
+            worker.script.error, worker.script.die_at = WorkerLost("died"), 5
+
+        def revive(frames: list[TokenFrame]) -> list[TokenFrame]:
+            for worker in cluster.workers:
+                if len(worker.requests) == 0:
+                    worker.script.die_at = None
+            return frames
+
+        for worker in cluster.workers:
+            worker.script.frames = revive
+        body = (await client.post(CHAT, content=chat_body(weft={"explain": True}))).json()
+        record = body["weft"]["explain"]
+        assert [entry["attempt"] for entry in record["plans"]] == [0, 1]
+        first, second = (entry["plan"]["worker_id"] for entry in record["plans"])
+        assert first != second
+        assert [e["detail"]["worker"] for e in record["events"] if e["name"] == "generate_failed"] == [first]
+        assert record["first_token"]["attempt"] == 0
+        parts = record["first_token"]["parts"]
+        assert "worker" in parts, "the worker that died has reported nothing"
+        assert sum(parts.values()) == pytest.approx(record["first_token"]["at_s"])
+
+
+@pytest.mark.parametrize(
+    ("weft", "param"), [({"explain": "yes"}, "weft.explain"), ({"explian": True}, "weft.explian"), (7, "weft")]
+)
+async def test_options_of_weft_are_checked(weft: object, param: str) -> None:
+    async with served() as (_, client):
+        response = await client.post(CHAT, content=chat_body(weft=weft))
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+
+
+async def test_browsers_get_a_page_and_other_clients_json() -> None:
+    async with served() as (_, client):
+        answered = await client.post(CHAT, content=chat_body([image()]), headers={"x-request-id": "mine"})
+        name = answered.json()["id"]
+        browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+        pages = [
+            await client.get(f"/weft/requests/{name}", headers=browser),
+            await client.get(f"/weft/requests/{name}.html"),
+            await client.get(f"/weft/requests/{name}", params={"format": "html"}),
+            await client.get("/weft/requests", headers=browser),
+        ]
+        for page in pages:
+            assert page.status_code == 200
+            assert page.headers["content-type"] == "text/html; charset=utf-8"
+            assert "default-src 'none'" in page.headers["content-security-policy"]
+            assert name.removeprefix("chatcmpl-") in page.text
+        for plain in (
+            await client.get(f"/weft/requests/{name}"),
+            await client.get(f"/weft/requests/{name}", headers=browser, params={"format": "json"}),
+        ):
+            assert plain.json()["request_id"] == name.removeprefix("chatcmpl-")
+
+
+async def test_the_latest_requests_are_listed_and_filtered() -> None:
+    async with served() as (cluster, client):
+        bodies = [chat_body(), chat_body([image(), text("?")]), chat_body(model="other"), chat_body()]
+        for body in bodies:
+            await client.post(CHAT, content=body)
+        listed = (await client.get("/weft/requests")).json()
+        assert listed["routers_without_answer"] == []
+        outcomes = [(each["modality"], each["outcome"]) for each in listed["requests"]]
+        assert outcomes == [("text", "ok"), ("text", "model_not_found"), ("image", "ok"), ("text", "ok")]
+        times = [each["received_at"] for each in listed["requests"]]
+        assert times == sorted(times, reverse=True)
+        newest = listed["requests"][0]
+        assert newest["request_id"] == cluster.workers[0].requests[-1].request_id
+        assert 0 < newest["first_token_s"] <= newest["total_s"]
+        for query, expected_outcomes in (
+            ({"limit": 2}, outcomes[:2]),
+            ({"outcome": "ok"}, [outcomes[0], outcomes[2], outcomes[3]]),
+            ({"modality": "image"}, [outcomes[2]]),
+            ({"outcome": "ok", "modality": "video"}, []),
+        ):
+            found = (await client.get("/weft/requests", params=query)).json()["requests"]
+            assert [(each["modality"], each["outcome"]) for each in found] == expected_outcomes
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [({"limit": "0"}, "limit"), ({"limit": "1001"}, "limit"), ({"limit": "²"}, "limit"), ({"format": "xml"}, "format")],
+)
+async def test_a_list_with_a_bad_query_is_refused(query: dict[str, str], param: str) -> None:
+    async with served() as (_, client):
+        response = await client.get("/weft/requests", params=query)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_request_that_no_router_knows_is_named() -> None:
+    async with served(max_traces=3) as (_, client):
+        response = await client.get("/weft/requests/chatcmpl-req-<b>")
+        assert response.status_code == 404
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("not_found", "request_id")
+        assert "`req-<b>`" in error["message"]
+        assert "latest 3 requests" in error["message"]
 
 
 # ---------------------------------------------------------------- These tests cover refusals.
