@@ -146,6 +146,27 @@ def test_both_routers_know_what_the_workers_hold(cluster: ClusterProcess) -> Non
     assert min(indexes().values()) > 10
 
 
+def test_a_request_is_explained_whichever_router_is_asked(cluster: ClusterProcess) -> None:
+    """New connections reach either router, and both give the record of a request that one of them ran."""
+    ran: dict[str, str] = {}
+    for _ in range(64):
+        answer, router = ask(cluster, len(QUESTIONS) - 1)
+        ran[answer["id"].removeprefix("chatcmpl-")] = router
+        if len(set(ran.values())) == 2:
+            break
+    assert len(set(ran.values())) == 2
+    for _ in range(8):
+        with cluster.client() as client:
+            for name, router in ran.items():
+                record = client.get(f"/weft/requests/{name}")
+                assert record.status_code == 200, record.text
+                assert (record.json()["request_id"], record.json()["router_id"]) == (name, router)
+            listed = client.get("/weft/requests", params={"limit": 100}).json()
+            assert listed["routers_without_answer"] == []
+            assert ran.items() <= {each["request_id"]: each["router_id"] for each in listed["requests"]}.items()
+            assert client.get("/weft/requests/req-unknown").status_code == 404
+
+
 def test_when_a_router_is_killed_the_other_serves_on(cluster: ClusterProcess, expected: list[tuple[Any, ...]]) -> None:
     port = urlsplit(cluster.url).port
 
