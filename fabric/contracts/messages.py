@@ -68,6 +68,7 @@ class Member(Wire, frozen=True):
     def machine(self) -> str:
         """Returns the machine on which the member runs: `host` without the process."""
         return self.host.partition("/")[0]
+
     kv_scheme: KvScheme | None = None
     """Says how a worker hashes its KV blocks; it is None for other members. The router knows nothing of the prefixes of
     a worker that does not say it."""

@@ -132,7 +132,6 @@ class ChatRequest(BaseModel):
     """This is vLLM's parameter: it says how the request's videos are sampled."""
     on_encode_failure: Literal["error", "reduce", "text_only"] | None = None
     """Says what happens to the request if a medium can't be encoded; the deployment sets the default."""
-    weft: WeftOptions | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_token_ids: bool | None = None
