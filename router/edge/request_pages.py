@@ -104,6 +104,8 @@ SPAN_TO_COLOUR = {
     "generate": "#cbb26a",
 }
 OTHER_COLOUR = "#6c757d"
+NO_TIME_S = 1e-6
+"""A part that took less than this is not shown."""
 MAX_SPANS = 400
 """A page draws at most this many spans; the JSON has all of them."""
 MAX_EVENTS = 600
@@ -111,7 +113,7 @@ MAX_ALTERNATIVES = 50
 
 STYLE = """
 :root{color-scheme:light dark;--line:#8884;--soft:#8882}
-body{font:14px/1.45 system-ui,sans-serif;margin:1.5rem auto;max-width:76rem;padding:0 1rem}
+body{font:14px/1.45 system-ui,sans-serif;margin:1.5rem auto;max-width:84rem;padding:0 1rem}
 h1{font-size:1.25rem;margin:0 0 .2rem;overflow-wrap:anywhere}h2{font-size:1rem;margin:1.8rem 0 .4rem}
 p{margin:.3rem 0}.dim{opacity:.7}code{font-size:.92em;overflow-wrap:anywhere}
 .facts{display:flex;flex-wrap:wrap;gap:.5rem 1.6rem;margin:.8rem 0}.facts div b{display:block;font-size:1.15rem}
@@ -194,7 +196,8 @@ def _first_token(record: Record) -> str:
         return ""
     whole_s = max(first["at_s"], 1e-9)
     bars, rows = [], []
-    for name, seconds in first["parts"].items():
+    parts = {name: seconds for name, seconds in first["parts"].items() if abs(seconds) >= NO_TIME_S}
+    for name, seconds in parts.items():
         colour = SPAN_TO_COLOUR.get(name, OTHER_COLOUR)
         share = max(0.0, seconds) / whole_s
         bars.append(f'<i style="width:{share * 100:.3f}%;background:{colour}" title="{text(words(name))}"></i>')
@@ -328,8 +331,7 @@ def requests_page(summaries: Sequence[Record], wanted: Record, silent: Sequence[
     rows = []
     for each in summaries:
         link = f'<a href="/weft/requests/{text(each["request_id"])}?format=html">{text(each["request_id"])}</a>'
-        rows.append({"request_id": Markup(link), **{k: v for k, v in each.items() if k != "request_id"}})
-        rows[-1]["received_at"] = _moment(each.get("received_at"))
+        rows.append({**each, "request_id": Markup(link), "received_at": _moment(each.get("received_at"))})
     warning = f"<p>These routers have not answered: {text(', '.join(silent))}.</p>" if silent else ""
     listed = table(rows) if rows else "<p>There is no such request.</p>"
     return _document("Latest requests", [f"<h1>Latest requests</h1>{form}{warning}{listed}"])

@@ -111,16 +111,16 @@ class RequestTrace:
         assert isinstance(usage, Mapping)
         return {
             "request_id": self.request_id,
-            "router_id": self._member_id,
-            "label": facts.get("label"),
             "received_at": self.wall_s,
             "modality": self.modality,
             "outcome": facts.get("outcome", RUNNING),
-            "num_attempts": len(self._plans),
-            "num_prompt_tokens": facts.get("num_prompt_tokens"),
-            "num_completion_tokens": usage.get("completion_tokens"),
             "first_token_s": timing.get("first_token_s"),
             "total_s": timing.get("total_s"),
+            "num_prompt_tokens": facts.get("num_prompt_tokens"),
+            "num_completion_tokens": usage.get("completion_tokens"),
+            "num_attempts": len(self._plans),
+            "label": facts.get("label"),
+            "router_id": self._member_id,
         }
 
     def to_json(self) -> dict[str, object]:
