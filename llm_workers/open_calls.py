@@ -119,7 +119,7 @@ class OpenCalls:
             if call := self._calls.get(attempt_id):
                 call.attempt.admitted(admission, update.at_s)
         if update.events is not None:
-            self._apply_step(update.events, update.at_s, update.step_s)
+            self._apply_step(update.events, update.at_s)
         for sequence_id, times in update.aborted:
             if call := self._calls.get(sequence_id.attempt_id):
                 call.attempt.aborted(sequence_id.choice, times, update.at_s)
@@ -139,10 +139,11 @@ class OpenCalls:
             if call is not None and not call.attempt.open_choices:
                 call.end()
 
-    def _apply_step(self, events: StepEvents, at_s: float, step_s: float) -> None:
+    def _apply_step(self, events: StepEvents, at_s: float) -> None:
+        ended_s, step_s = events.ended_s or at_s, events.ended_s - events.began_s
         for sequence_id, start, end in events.prefill:
             if call := self._calls.get(sequence_id.attempt_id):
-                call.attempt.prefilled(sequence_id.choice, start, end, at_s, step_s)
+                call.attempt.prefilled(sequence_id.choice, start, end, ended_s, step_s)
         self._send_tokens(events, at_s)
         for sequence_id in events.preempted:
             if call := self._calls.get(sequence_id.attempt_id):

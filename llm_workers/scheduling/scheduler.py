@@ -439,7 +439,8 @@ class Steps:
         self._note_doorsteps(now_s)
         at_doorstep, self._at_doorstep = self._at_doorstep, []
         preempted, self._preempted = self._preempted, []
-        return StepEvents(tuple(tokens), tuple(finished), tuple(prefill), tuple(at_doorstep), tuple(preempted))
+        lists = tuple(tokens), tuple(finished), tuple(prefill), tuple(at_doorstep), tuple(preempted)
+        return StepEvents(*lists, self._planned_at_s, now_s)
 
     def rollback(self, plan: StepPlan) -> None:
         chunks, decoding = self._end_step(plan)

@@ -38,6 +38,10 @@ class StepEvents(NamedTuple):
     at_doorstep: tuple[SequenceId, ...]
     """Holds the sequences that arrived at their doorstep with this step."""
     preempted: tuple[SequenceId, ...]
+    began_s: float = 0.0
+    """This is the time on the scheduler's clock at which the step was planned."""
+    ended_s: float = 0.0
+    """This is the time at which the step was committed."""
 
 
 class SequenceTokens(NamedTuple):
