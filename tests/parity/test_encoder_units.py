@@ -109,6 +109,24 @@ async def test_a_unit_of_a_film_is_announced_before_the_next_is_encoded(family: 
         await bench.is_idle()
 
 
+async def test_a_forward_pass_takes_its_time_once_for_an_item_with_several_units_in_it(
+    family: Family, encoder: EncoderModel, small_units: None
+) -> None:
+    async with running_bench(family, encoder, CONFIG, costs=ALWAYS_FUSED) as bench:
+        data = film()
+        item = film_item(bench, data)
+        bench.model.gate.clear()
+        call = encode(bench, [data], [item])
+        await bench.queued(3)
+        bench.model.gate.set()
+        (done,) = (await call).items
+        assert bench.model.batch_sizes == [1, 3]
+        device = bench.service.report().device
+        assert done.times.batch_cost == device.encoded_cost == item.cost
+        assert done.times.encode_s == pytest.approx(device.forward_s)
+        await bench.is_idle()
+
+
 class Streaming:
     """Wraps a family so that it yields a video's units one by one. The second unit is not ready before `go_on` is set;
     if `fails` is true, it then fails."""
