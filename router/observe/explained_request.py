@@ -243,13 +243,11 @@ def item_stages(plan: RoutePlan, result: EncodeResult) -> list[StageTime]:
     encoder had cached took none of these stages.
 
     `decode` lasts from the receipt of the call until the item is decoded, with the queue for a decoder. `ready` lasts
-    from the receipt until the first forward pass for this request begins. `encode` lasts from there to the end of the
-    item's last pass. Without events, `decode` and `encode` are what the encoder worked on the item."""
+    from the receipt until the item's first forward pass begins, and `encode` from there until its last one ends.
+    Without events, `decode` and `encode` are what the encoder worked on the item, and `ready` is not known."""
     index_to_terms = {terms.item_index: terms for terms in plan.explanation.winner.items}
-    item_to_passes = _passes(result.trace)
-    first_pass_s = min((began_s(each) for passes in item_to_passes.values() for each in passes), default=0.0)
-    received_s = min((event.at_s for event in result.trace if event.name == "received"), default=first_pass_s)
-    decoded = {event.detail.get("item"): event.at_s for event in result.trace if event.name == "decoded"}
+    item_to_pass, item_to_decoded_s = _work_of_items(result.trace)
+    received_s = next((event.at_s for event in result.trace if event.name == "received"), None)
     stages: list[StageTime] = []
     for item in result.items:
         terms, times, index = index_to_terms.get(item.index), item.times, item.index
@@ -257,28 +255,33 @@ def item_stages(plan: RoutePlan, result: EncodeResult) -> list[StageTime]:
             continue
         if terms.is_cached or times.is_cache_hit:
             continue
-        decode_s = times.decode_s + times.preprocess_s - times.device_prepare_s
-        decode_s = decoded[index] - received_s if index in decoded else decode_s
-        device_s = terms.device_prepare_s, times.device_prepare_s
-        passes = item_to_passes.get(index)
-        encode_s = max(each.at_s for each in passes) - first_pass_s if passes else times.encode_s
+        decode_s, encode_s = times.decode_s + times.preprocess_s - times.device_prepare_s, times.encode_s
+        if received_s is not None and index in item_to_decoded_s:
+            decode_s = item_to_decoded_s[index] - received_s
         compared = [("decode", terms.prepare_s, decode_s)]
-        compared += [("device_prepare", *device_s)] if any(device_s) else []
-        if passes:
-            ready_s = terms.landing_s - terms.transfer_s - terms.encode_s
-            compared.append(("ready", ready_s, first_pass_s - received_s))
+        if terms.device_prepare_s or times.device_prepare_s:
+            compared.append(("device_prepare", terms.device_prepare_s, times.device_prepare_s))
+        if received_s is not None and index in item_to_pass:
+            first_s, last_s = item_to_pass[index]
+            encode_s = last_s - first_s
+            compared.append(("ready", terms.landing_s - terms.transfer_s - terms.encode_s, first_s - received_s))
         compared.append(("encode", terms.encode_s, encode_s))
         stages += [StageTime(*each, member_id=result.encoder_id, item=index) for each in compared]
     return stages
 
 
-def _passes(events: Iterable[TraceEvent]) -> dict[object, list[TraceEvent]]:
-    """Returns the forward passes of each item."""
-    item_to_passes: dict[object, list[TraceEvent]] = {}
+def _work_of_items(events: Iterable[TraceEvent]) -> tuple[dict[object, tuple[float, float]], dict[object, float]]:
+    """Returns, for each item, when its first forward pass began and its last one ended, and when it was decoded."""
+    item_to_pass: dict[object, tuple[float, float]] = {}
+    item_to_decoded_s: dict[object, float] = {}
     for event in events:
-        if event.name == "unit_encoded":
-            item_to_passes.setdefault(event.detail.get("item"), []).append(event)
-    return item_to_passes
+        item = event.detail.get("item")
+        if event.name == "decoded":
+            item_to_decoded_s[item] = event.at_s
+        elif event.name == "unit_encoded":
+            begin_s, end_s = item_to_pass.get(item, (began_s(event), event.at_s))
+            item_to_pass[item] = min(begin_s, began_s(event)), max(end_s, event.at_s)
+    return item_to_pass, item_to_decoded_s
 
 
 def landing_stages(plan: RoutePlan, spans: Iterable[TimeSpan], dispatched_s: float) -> list[StageTime]:
