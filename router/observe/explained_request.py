@@ -234,7 +234,7 @@ def worker_stages(plan: RoutePlan, result: GenerateResult) -> list[StageTime]:
         StageTime("queue", terms.queue_s, result.queue_s, worker),
         StageTime("prefill", terms.prefill_s + terms.first_token_s, result.prefill_s, worker),
         StageTime("held", terms.held_s, result.held_s, worker),
-        StageTime("first_token", terms.ttft_s, result.first_token_s, worker),
+        StageTime("first_token", terms.ttft_s - terms.delivery_s, result.first_token_s, worker),
     ]
 
 
@@ -258,7 +258,7 @@ def item_stages(plan: RoutePlan, result: EncodeResult) -> list[StageTime]:
         decode_s, encode_s = times.decode_s + times.preprocess_s - times.device_prepare_s, times.encode_s
         if received_s is not None and index in item_to_decoded_s:
             decode_s = item_to_decoded_s[index] - received_s
-        compared = [("decode", terms.prepare_s, decode_s)]
+        compared = [("decode", terms.decode_wait_s + terms.decode_s, decode_s)]
         if terms.device_prepare_s or times.device_prepare_s:
             compared.append(("device_prepare", terms.device_prepare_s, times.device_prepare_s))
         if received_s is not None and index in item_to_pass:

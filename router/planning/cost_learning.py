@@ -239,8 +239,9 @@ class Learning:
         self.accuracy.note("queue", terms.queue_s, result.queue_s)
         self.accuracy.note("prefill", terms.prefill_s + terms.first_token_s, result.prefill_s)
         self.accuracy.note("held", terms.held_s, result.held_s)
-        self.accuracy.note("ttft", plan.predicted_ttft_s, result.first_token_s)
-        self.accuracy.note("lower_bound", plan.lower_bound_s, result.first_token_s)
+        ttft_s = first_token_s or result.first_token_s + terms.delivery_s
+        self.accuracy.note("ttft", plan.predicted_ttft_s, ttft_s)
+        self.accuracy.note("lower_bound", plan.lower_bound_s, ttft_s)
         self.accuracy.note("prefix_tokens", terms.covered_tokens, result.num_cached_tokens)
         num_computed = result.num_prompt_tokens - result.num_cached_tokens
         num_weighted = weighted_tokens(num_computed, result.num_cached_tokens, self.context_scale_tokens)
