@@ -213,7 +213,7 @@ class CapacityQueue:
         self._supply = supply
         self._first_on_the_way = first_on_the_way
         self._waiting: set[Waiter] = set()
-        self._groups = {has_media: _Group(first_on_the_way) for has_media in (False, True)}
+        self._groups = {has_media: _TenantLine(first_on_the_way) for has_media in (False, True)}
         self._lines: dict[tuple[CapacityNeed, str, bool], _Line] = {}
         self._by_deadline = _Line(self._waiting)
         self._reservation: _Reservation | None = None
@@ -391,7 +391,7 @@ class _Reservation(NamedTuple):
     ends_s: float
 
 
-class _Group:
+class _TenantLine:
     """Limits how many requests without a first token, that waited for members, may be on the way."""
 
     def __init__(self, max_on_the_way: int) -> None:

@@ -218,7 +218,7 @@ class RouteSearch:
         least_own_s = float((times.own_s + times.last_s)[is_usable].min())
         return WorkerScores(times, ttft_s, least_own_s, landed)
 
-    def _land(self, held: Floats) -> Landed:
+    def _land(self, held: Floats) -> WorkerLandings:
         """Predicts the landings at all workers."""
         patterns, media = self._columns.patterns, self._media(self._query.media)
         problem = self._problem(media)
@@ -241,7 +241,7 @@ class RouteSearch:
         classes = patterns.classes[pattern[first]]
         rows = land_rows(problem, classes, lacks_of_row)
         is_possible = ~((rows.encoders == NONE) & (lacks_of_row > 0)).any(axis=1)
-        return Landed(media, problem, rows, classes, lacks_of_row, row_of_worker, is_possible[row_of_worker])
+        return WorkerLandings(media, problem, rows, classes, lacks_of_row, row_of_worker, is_possible[row_of_worker])
 
     def _choose(self, scores: WorkerScores) -> tuple[int, bool, int]:
         """Returns the slot of the chosen worker, whether it was chosen to explore, and how many were near-equal."""
@@ -464,7 +464,7 @@ class WorkerScores(NamedTuple):
     """Is infinite for a worker that the request can't use."""
     least_own_s: float
     """This is the least time of the request's own work on any usable worker."""
-    landed: Landed | None
+    landed: WorkerLandings | None
     """Holds the landings; None if no usable worker lacks an item."""
 
 
@@ -488,7 +488,7 @@ class LackedMedia(NamedTuple):
         return found
 
 
-class Landed(NamedTuple):
+class WorkerLandings(NamedTuple):
     """Holds the landings at all workers."""
 
     media: LackedMedia

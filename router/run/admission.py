@@ -114,8 +114,8 @@ def check_deadline(predicted_s: float, first_token_by_s: float | None, now: floa
 # ------------------------------------------------------------ budgets
 
 
-class Budget:
-    """A `Budget` counts what is in use of a limit, and how fast it becomes free again."""
+class FlightBudget:
+    """A `FlightBudget` counts what is in use of a limit, and how fast it becomes free again."""
 
     MEMORY_S = 10.0
     """The rate is an average in which the weight of what was given back falls by e in this time."""
@@ -148,12 +148,12 @@ class Budget:
         return self._given_back * math.exp((self._at_s - now) / self.MEMORY_S)
 
 
-class Budgets(NamedTuple):
-    """The `Budgets` of the router, or those of one tenant."""
+class FlightBudgets(NamedTuple):
+    """The `FlightBudgets` of the router, or those of one tenant."""
 
-    requests: Budget
-    bodies: Budget
-    tokens: Budget
+    requests: FlightBudget
+    bodies: FlightBudget
+    tokens: FlightBudget
 
 
 class Admission:
@@ -162,12 +162,16 @@ class Admission:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._clock = clock
         self._retry_after_s = config.retry_after_s
-        self._router = Budgets(
-            Budget(config.max_in_flight), Budget(config.max_bodies_bytes), Budget(config.max_prompt_tokens)
+        self._router = FlightBudgets(
+            FlightBudget(config.max_in_flight),
+            FlightBudget(config.max_bodies_bytes),
+            FlightBudget(config.max_prompt_tokens),
         )
         self._tenants = {
-            each.name: Budgets(
-                Budget(each.max_in_flight), Budget(each.max_bodies_bytes), Budget(each.max_prompt_tokens)
+            each.name: FlightBudgets(
+                FlightBudget(each.max_in_flight),
+                FlightBudget(each.max_bodies_bytes),
+                FlightBudget(each.max_prompt_tokens),
             )
             for each in (*config.tenants, ANONYMOUS)
         }
@@ -265,7 +269,7 @@ class Admission:
         self._num_with_media -= ticket.has_media
         self._tell_when_empty()
 
-    def _overloaded(self, message: str, budget: Budget, lacking: int) -> Overloaded:
+    def _overloaded(self, message: str, budget: FlightBudget, lacking: int) -> Overloaded:
         wait_s = budget.wait_s(lacking, self._clock.now())
         return Overloaded(message, retry_after_s=self._retry_after_s if wait_s is None else wait_s)
 

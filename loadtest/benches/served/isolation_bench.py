@@ -33,12 +33,12 @@ from loadtest.benches.served.timed_chats import (
     send_at,
     send_each,
 )
-from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, on_ray, served_model
+from loadtest.benches.served.timed_cluster import SETTLE_S, TimedStages, cluster_config, on_ray, served_model
 
 MOST_TTFT, MOST_TPOT = 1.2, 1.1
 MEDIA_SHARE = 0.2
 """This is the number of requests with media that come on top of each text."""
-STAGES = StageWaits(pass_s=0.02, s_per_patch=0.0001, step_s=0.02, s_per_token=0.0001, s_per_decode=0.0005)
+STAGES = TimedStages(pass_s=0.02, s_per_patch=0.0001, step_s=0.02, s_per_token=0.0001, s_per_decode=0.0005)
 """A picture takes 46 ms to encode and a video of 32 frames half a second; a step of decodes takes 20 ms."""
 MEDIA_CHUNK_TOKENS = 64
 """Limits the tokens of a prompt with media in a step beside texts (`workers.media_chunk_tokens`)."""

@@ -32,7 +32,7 @@ from loadtest.benches.served.timed_chats import (
 )
 from loadtest.benches.served.timed_cluster import (
     AloneCosts,
-    StageWaits,
+    TimedStages,
     cluster_config,
     measure_alone,
     on_ray,
@@ -48,9 +48,9 @@ LEAST_PART = 0.75
 """The overlap must save this part of the most that it could save."""
 LEAST_IDLE, LEAST_LOADED = 0.85, 0.75
 """The lower bound must be this part of the time to first token, in the median."""
-FRONT_STAGES = StageWaits(pass_s=0.02, s_per_patch=0.0015, step_s=0.02, s_per_token=0.0012)
+FRONT_STAGES = TimedStages(pass_s=0.02, s_per_patch=0.0015, step_s=0.02, s_per_token=0.0012)
 """A picture of 256 patches takes 0.4 s to encode, and its 64 tokens a fifth of that to prefill."""
-EVEN_STAGES = StageWaits(pass_s=0.005, s_per_patch=0.00043, step_s=0.005, s_per_token=0.0012)
+EVEN_STAGES = TimedStages(pass_s=0.005, s_per_patch=0.00043, step_s=0.005, s_per_token=0.0012)
 """The encoding of a medium takes about as long as its prefill, which gives the overlap the most to save."""
 PICTURE, PICTURES, VIDEO = "a picture", "eight pictures", "a video of 32 frames"
 FRONT = "text, then a picture"
@@ -59,7 +59,7 @@ FRONT = "text, then a picture"
 class OverlapCase(NamedTuple):
     """An `OverlapCase` is the requests of one cluster, which all have the same stage times."""
 
-    stages: StageWaits
+    stages: TimedStages
     patterns: tuple[ChatKind, ...]
     """Holds the media without text in front."""
     has_front: bool

@@ -20,12 +20,12 @@ import numpy as np
 
 from loadtest.benches.bench_result import Bar, BenchResult
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, TimedChat, oversleeping, send_from
-from loadtest.benches.served.timed_cluster import SETTLE_S, StageWaits, cluster_config, on_ray, served_model
+from loadtest.benches.served.timed_cluster import SETTLE_S, TimedStages, cluster_config, on_ray, served_model
 
 CONCURRENCIES = (1, 2, 4, 8)
 MOST_MEDIAN, MOST_P90 = 0.15, 0.40
 """Limits the absolute error of a prediction, as a share of the actual time."""
-STAGES = StageWaits(pass_s=0.03, s_per_patch=0.0005, step_s=0.03, s_per_token=0.0008, s_per_decode=0.002)
+STAGES = TimedStages(pass_s=0.03, s_per_patch=0.0005, step_s=0.03, s_per_token=0.0008, s_per_decode=0.002)
 """A picture of 256 patches takes 158 ms to encode, and 128 tokens of text take 140 ms to prefill."""
 NUM_WARM_UP = 8
 OUTPUT_TOKENS = 8

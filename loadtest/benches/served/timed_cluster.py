@@ -1,6 +1,6 @@
 """Serves the clusters of these benches: one router, one encoder and one worker on Ray, with given stage times.
 
-`StageWaits` are the times of forward passes and steps. They pass as waits (`encoders.encode_delay_s`,
+`TimedStages` are the times of forward passes and steps. They pass as waits (`encoders.encode_delay_s`,
 `workers.step_delay_s`), because a GPU's time takes no processor, and Ray, router, decoders and client share the cores
 of a small machine. Without stage times, the cluster computes: a language model of 180 million random parameters behind
 a small vision tower. `measure_alone` measures what the stages of a running cluster cost when nothing else runs, and
@@ -31,7 +31,7 @@ ENCODE_TIMEOUT_MS = 120_000
 wait for each other."""
 
 
-class StageWaits(NamedTuple):
+class TimedStages(NamedTuple):
     """Holds what passes and steps take, in seconds."""
 
     pass_s: float
@@ -53,7 +53,7 @@ class StageWaits(NamedTuple):
         }
 
 
-def cluster_config(model_dir: Path, stages: StageWaits | None, **sections: Mapping[str, object]) -> ClusterConfig:
+def cluster_config(model_dir: Path, stages: TimedStages | None, **sections: Mapping[str, object]) -> ClusterConfig:
     """Returns the config of a cluster with these stage times, or with real compute if `stages` is None. `sections` add
     to it."""
     data = load_config(None).model_dump()

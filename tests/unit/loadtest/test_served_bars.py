@@ -13,7 +13,7 @@ from loadtest.benches.served.prediction_bench import (
     stage_sums,
     worst_stages,
 )
-from loadtest.benches.served.timed_cluster import AloneCosts, StageWaits
+from loadtest.benches.served.timed_cluster import AloneCosts, TimedStages
 
 
 class TestPredictionErrors:
@@ -63,7 +63,7 @@ class TestTheRequests:
 
 class TestFrozenCosts:
     def test_stage_times_become_settings(self) -> None:
-        sections = StageWaits(1.0, 2.0, 3.0, 4.0, 5.0).sections()
+        sections = TimedStages(1.0, 2.0, 3.0, 4.0, 5.0).sections()
         assert sections["encoders"] == {"encode_delay_s": 1.0, "encode_delay_s_per_cost": 2.0}
         assert sections["workers"]["step_delay_s_per_decode"] == 5.0
 
