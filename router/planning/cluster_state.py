@@ -52,8 +52,8 @@ class PlannerSettings:
     max_index_blocks: int = 1 << 20
     max_index_items: int = 1 << 16
     stale_after_s: float = 3.0
-    """A member whose last report is older than this counts as silent: its cache is not trusted, and what this router
-    has open on it counts as not done."""
+    """The router takes a member whose last report is older than this for silent: it does not trust the cache of the
+    member, and counts what it has open there as not done."""
     snapshot_retry_s: float = 1.0
     """The router asks again for a snapshot that has not come after this time."""
     page_wait_s: float = 10.0
@@ -63,7 +63,7 @@ class PlannerSettings:
     """Workers count as equal if they differ by less than this share of a request's own work. It is less than one more
     request of the same kind in a queue, so near-equality never hides load."""
     affinity_limit_s: float = 10.0
-    """A cached prefix no longer attracts requests to a worker whose queue is longer than this."""
+    """A cached prefix does not bind requests to a worker whose queue is longer than this."""
     exploration: float = 0.002
     """This fraction of the plans takes any worker whose score is at most a quarter worse than the best one. So the
     router goes on learning about workers that it would not choose, and popular prefixes spread."""

@@ -195,7 +195,8 @@ class _Lane:
 
 
 class _Search:
-    """Evaluates assignments of one problem. An assignment holds the slot of each item's encoder, or `NONE`."""
+    """Computes what assignments of one problem lead to. An assignment holds the slot of each item's encoder, or
+    `NONE`."""
 
     def __init__(self, problem: LandingProblem) -> None:
         self.num_items, self.num_units = problem.num_items, problem.num_units

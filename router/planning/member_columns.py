@@ -38,8 +38,8 @@ Bytes = npt.NDArray[np.uint8]
 UNLIMITED = 1e12
 """Stands for a limit that is not known."""
 MAX_SILENCE_S = 1.0
-"""A silent member counts as busy for as long as it has been silent, but at most for this time: it is uncertain and not
-idle, and if all members are silent, this is the same for all."""
+"""The planner takes a silent member for busy for as long as it has been silent, but at most for this time: the member
+is uncertain and not idle, and if all members are silent, this is the same for all."""
 
 
 def address_of(array: npt.NDArray[np.generic]) -> int:
