@@ -34,7 +34,7 @@ class Tenant:
     weight: float = 1.0
     """A tenant with twice the weight gets twice the service while both wait."""
     service_class: ServiceClass = "interactive"
-    """With `batch`, all requests of the tenant are of this class; otherwise a request may choose."""
+    """Says how urgent the tenant's requests are. `batch` holds for all of them; otherwise a request may choose."""
     ttft_deadline_ms: int | None = None
     """Applies to requests that state no deadline of their own for their first token."""
     max_in_flight: int | None = None

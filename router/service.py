@@ -42,7 +42,7 @@ from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.planning import ClusterState, SavedCosts
 from router.prompt import Draft, Prompt, PromptBuilder
-from router.router_config import RouterConfig
+from router.router_config import RouterConfig, Tenant
 from router.run import (
     Admission,
     CapacityGate,
@@ -258,6 +258,13 @@ class RouterService:
 
     # ------------------------------------------------------------ requests
 
+    def count_refusal(self, tenant: Tenant | None, error: WeftError) -> None:
+        """Counts a request that was refused before it had a trace; the tenant is None if its key is unknown."""
+        metrics = self._context.metrics
+        metrics.requests.labels(error.code).inc()
+        name, service_class = ("unknown", "unknown") if tenant is None else (tenant.name, tenant.service_class)
+        metrics.admissions.labels(name, service_class, error.code).inc()
+
     async def parse(self, body: bytes) -> ChatRequest:
         """Parses a request's JSON. Raises InvalidRequest."""
         return await self._prompt_builder.parse(body)
@@ -394,7 +401,7 @@ class RouterService:
         for lagging in self._context.cluster.apply(message, self._context.clock.now()):
             self._feeds.want_snapshot(lagging)
         if isinstance(message, WorkerReport):
-            self._gate.changed()  # Blocks may have become free.
+            self._gate.blocks_freed()
 
 
 def salted(chat: ChatRequest, salt: str) -> ChatRequest:

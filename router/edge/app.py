@@ -44,6 +44,7 @@ from router.edge.connection import (
 )
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
 from router.observe import Found, RequestFilter
+from router.router_config import Tenant
 from router.run import RequestStream, Ticket, TokenDetails
 from router.service import RouterService
 
@@ -109,9 +110,12 @@ class HttpEdge:
         ends."""
         service, arrived_s = self._service, asyncio.get_running_loop().time()
         label = client_label(request)
+        tenant: Tenant | None = None
         try:
-            ticket = service.admission.admit(service.tenants.find(api_key(request)))
+            tenant = service.tenants.find(api_key(request))
+            ticket = service.admission.admit(tenant)
         except WeftError as error:
+            service.count_refusal(tenant, error)
             return self._refusal(request, error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
         begin_request(request.scope, ticket.request_id, label)
         headers = {"x-request-id": label or ticket.request_id, "x-weft-request-id": ticket.request_id}
@@ -120,6 +124,7 @@ class HttpEdge:
             try:
                 body = await read_body(request.scope, request.receive, service.config.max_body_bytes, ticket.grow)
             except WeftError as error:
+                service.count_refusal(tenant, error)
                 return self._refusal(request, error, headers, is_body_unread=True)
             undo.pop_all()
         return await self._answer(request, body, ticket, headers, label, arrived_s)

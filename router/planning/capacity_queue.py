@@ -100,7 +100,7 @@ class Waiter:
     deadline_s: float
     standing: Standing = Standing()  # noqa: RUF009 (a NamedTuple is immutable)
     room: RoomNeed | None = None
-    """Is None for a request that needs no room."""
+    """This is None for a request that needs no room."""
     since_s: float = 0.0
     """This is the time at which the request joined."""
     lacks_members: bool = True
@@ -213,7 +213,7 @@ class CapacityQueue:
         self._supply = supply
         self._first_on_the_way = first_on_the_way
         self._waiting: set[Waiter] = set()
-        self._groups = {has_media: _TenantLine(first_on_the_way) for has_media in (False, True)}
+        self._groups = {has_media: _PacedGroup(first_on_the_way) for has_media in (False, True)}
         self._lines: dict[tuple[CapacityNeed, str, bool], _Line] = {}
         self._by_deadline = _Line(self._waiting)
         self._reservation: _Reservation | None = None
@@ -355,12 +355,19 @@ class CapacityQueue:
 
     def _look(self, served: list[_Line], now: float) -> _Survey:
         survey = _Survey([], [])
+        excluded_to_least: dict[tuple[frozenset[MemberId], bool], int] = {}
+        """Holds the smallest prompt that has no room, by the workers that may not be used and by the class."""
         for line in served:
             for waiter in line.first_of(MAX_PASSED_OVER):
+                # A prompt that is no smaller than one without room is taken to have none either, which saves a look.
+                key = waiter.need.excluded(now) | self.reserved_from(waiter), waiter.standing.is_spare(now)
+                least = excluded_to_least.get(key)
                 # A request that can never have room is released, because its run ends it with an error.
-                if self._room_of(waiter, now).verdict != "later":
-                    survey.ready.append(waiter)
-                    break
+                if least is None or waiter.num_tokens < least:
+                    if self._room_of(waiter, now).verdict != "later":
+                        survey.ready.append(waiter)
+                        break
+                    excluded_to_least[key] = waiter.num_tokens
                 survey.roomless.append(waiter)
         if self._has_urgent(survey.roomless, now):
             survey = survey._replace(ready=[one for one in survey.ready if not one.standing.is_spare(now)])
@@ -391,7 +398,7 @@ class _Reservation(NamedTuple):
     ends_s: float
 
 
-class _TenantLine:
+class _PacedGroup:
     """Limits how many requests without a first token, that waited for members, may be on the way."""
 
     def __init__(self, max_on_the_way: int) -> None:

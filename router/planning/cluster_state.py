@@ -35,7 +35,7 @@ from fabric.contracts import (
 from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
 from router.planning.cost_learning import EstimatorName, Learning, StageError
-from router.planning.kv_room import KvRoom, RoomNeed, WorkerStocks, kv_room
+from router.planning.kv_room import KvRoom, RoomColumns, RoomNeed
 from router.planning.link_classes import LinkOverride, LinkPlace
 from router.planning.member_columns import EncoderColumns, Floats, LinkPatterns, WorkerColumns
 from router.planning.member_costs import CostDefaults
@@ -115,6 +115,7 @@ class ClusterState:
         scale_tokens = context_scale_tokens(shape.hidden_size)
         self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links, settings.estimator, saved)
         self._in_flight = InFlight(self._worker_columns, self._encoder_columns)
+        self._rooms = RoomColumns(settings.stale_after_s)
         self._member_to_asked_s: dict[MemberId, float] = {}
         self._member_to_page_s: dict[MemberId, float] = {}
         """Holds when the latest page came, for members whose snapshot is arriving in pages."""
@@ -232,37 +233,22 @@ class ClusterState:
         return all(row is not None and able[row].any() for row in rows)
 
     def room(self, need: RoomNeed, excluded: frozenset[MemberId], now: float) -> KvRoom:
-        """Returns whether a worker has room for a request now, later or never (`kv_room`). The blocks that queued
-        tokens will take count as taken, and so does one block for each sequence that decodes or was just dispatched. A
-        worker without a report, or whose reports stopped, is taken to have room, because the router degrades and never
-        blocks."""
-        workers, num = self._worker_columns, len(self._worker_columns)
-        slots = np.array(sorted(workers.member_to_slot.values()), np.int64)
-        members = [workers.members[slot] for slot in slots]
-        total = workers.kv_blocks_total[slots]
-        block_size = np.maximum(workers.block_size[slots], 1.0)
-        promised = workers.pending_blocks[slots] + workers.num_pending[slots] + workers.num_decoding[slots]
-        promised += np.ceil(workers.num_queued[slots] / block_size)
-        used, residence_s = workers.kv_blocks_used[slots], workers.residence_s[slots]
-        rate = np.where(residence_s > 0.0, used / np.maximum(residence_s, 1e-12), 0.0)
-        free = total - used - promised
-        silence_s = workers.silence_s(now, self._settings.stale_after_s)
-        if silence_s is not None:
-            is_silent = silence_s[slots] > 0.0
-            free, rate = np.where(is_silent, total, free), np.where(is_silent, 0.0, rate)
-        return kv_room(
-            need,
-            WorkerStocks(
-                worker_ids=[member.member_id for member in members if member is not None],
-                block_sizes=block_size.astype(np.int64),
-                total_blocks=total.astype(np.int64),
-                free_blocks=free.astype(np.int64),
-                covered_blocks=self._depths(need.scheme_to_hashes)[:num][slots].astype(np.int64),
-                blocks_per_s=rate,
-                inbox_bytes=workers.inbox_bytes[slots].astype(np.int64),
-                is_usable=workers.usable(excluded, now)[slots],
-            ),
+        """Returns whether a worker has room for a request now, later or never (`kv_room`). A worker without a report is
+        taken to have room, and one whose reports stopped has what it had then and can have given back since."""
+        workers = self._worker_columns
+        is_usable = workers.usable(excluded, now)
+        are_all_usable = int(is_usable.sum()) == len(workers.member_to_slot)
+        barred = (
+            [] if are_all_usable else [each for each, slot in workers.member_to_slot.items() if not is_usable[slot]]
         )
+        at_once = None if barred else self._rooms.room_at_once(need, now)
+        if at_once is not None:
+            return at_once
+        covered = self._depths(need.scheme_to_hashes)[: len(workers)] * workers.block_size[: len(workers)]
+        slots = np.flatnonzero(covered)
+        members = [(workers.members[slot], int(covered[slot])) for slot in slots]
+        worker_to_covered = {member.member_id: num for member, num in members if member is not None}
+        return self._rooms.room(need, worker_to_covered, barred, now)
 
     def next_return_s(self, now: float) -> float | None:
         """Returns when the next exclusion ends, or None if no member is excluded."""
@@ -281,6 +267,10 @@ class ClusterState:
             hashes = query.scheme_to_hashes.get(scheme, b"") if scheme is not None else b""
             share = WorkerShare(num_weighted, num_blocks, scheme, hashes)
             self._in_flight.add_worker(query.attempt_id, plan.worker_id, share)
+            self._note_promised(plan.worker_id)
+            missing = {terms.item_index for terms in winner.items}
+            doorstep = min((run.offset for run in query.placeholders if run.item in missing), default=query.token_count)
+            self._rooms.hold(query.attempt_id, plan.worker_id, query.token_count - doorstep)
         self.note_encoding(query.attempt_id, winner.items, now, query.priority)
 
     def note_encoding(
@@ -301,9 +291,15 @@ class ClusterState:
             done = {terms.mm_hash: now + terms.landing_s - terms.transfer_s for terms in own if not terms.is_cached}
             self._in_flight.add_encoder(attempt_id, encoder_id, EncoderShare(seconds, key, decode_s, done))
 
+    def note_first_token(self, attempt_id: AttemptId) -> None:
+        """Records that the attempt's prompt is computed, so the worker's reports contain all its blocks."""
+        self._rooms.release(attempt_id)
+
     def note_ended(self, attempt_id: AttemptId) -> None:
         """Records that the attempt ended, with or without success. A second call does nothing."""
-        self._in_flight.end(attempt_id)
+        self._rooms.release(attempt_id)
+        for member_id in self._in_flight.end(attempt_id):
+            self._note_promised(member_id)
 
     # ------------------------------------------------------------ learning
 
@@ -353,6 +349,8 @@ class ClusterState:
         self._worker_columns.take(self._worker_columns.member_to_slot[report.worker_id], report, now)
         self._learning.observe_report(report, now)
         self._in_flight.acknowledge(report.worker_id, report.acknowledged)
+        self._rooms.report(report, now)
+        self._note_promised(report.worker_id)
         is_arriving = now - self._member_to_page_s.get(report.worker_id, -inf) < self._settings.page_wait_s
         is_in_step = is_arriving or self._prefixes(state.member).is_in_step(report.worker_id)
         return self._ask_unless(is_in_step, report.worker_id, now)
@@ -416,7 +414,9 @@ class ClusterState:
             slot = self._learning.worker_row(member_id)
             self._worker_columns.add(member, slot)
             scheme = member.kv_scheme
-            self._worker_columns.block_size[slot] = scheme.block_size if scheme is not None else self._block_size
+            block_size = scheme.block_size if scheme is not None else self._block_size
+            self._worker_columns.block_size[slot] = block_size
+            self._rooms.add(member_id, block_size)
             self._prefixes(member).add_worker(member_id, slot)
             self._kept.add_member(member_id, slot)
         else:
@@ -429,9 +429,17 @@ class ClusterState:
             self._features.add_member(member_id, slot)
         self._patterns.forget()
 
+    def _note_promised(self, worker_id: MemberId) -> None:
+        """Tells the columns of the room what this router has dispatched to a worker since its last report."""
+        workers = self._worker_columns
+        if (slot := workers.member_to_slot.get(worker_id)) is not None:
+            num_tokens = int(workers.pending_blocks[slot] * workers.block_size[slot])
+            self._rooms.promise(worker_id, num_tokens, int(workers.num_pending[slot]))
+
     def _forget(self, member: Member) -> None:
         member_id = member.member_id
         self._in_flight.forget_member(member_id)
+        self._rooms.remove(member_id)
         if member.kind == "worker":
             del self._workers[member_id]
             self._worker_columns.remove(member_id)

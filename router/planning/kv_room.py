@@ -8,19 +8,20 @@ attempts have generated, find blocks, and each sequence of the step could still 
 takes the blocks of sequences that rank behind it. So a request needs the blocks of its tokens and one for each further
 choice, and every sequence that decodes counts one block that is not free.
 
-The module knows nothing of where the numbers come from (`ClusterState.room`), or of who waits (`capacity_queue`).
+`RoomColumns` keeps the numbers of all workers, which reports and dispatches update in place. The module knows nothing
+of messages (`ClusterState` calls it), or of the requests that wait (`capacity_queue`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import KvScheme, MemberId
+from fabric.contracts import AttemptId, KvScheme, MemberId, WorkerReport
 
 Verdict = Literal["now", "later", "never"]
 BATCH_HEADROOM = 0.125
@@ -54,7 +55,7 @@ class WorkerStocks(NamedTuple):
     worker_ids: Sequence[MemberId]
     block_sizes: npt.NDArray[np.int64]
     total_blocks: npt.NDArray[np.int64]
-    """Is 0 where it is unknown."""
+    """Holds 0 where the number is unknown."""
     free_blocks: npt.NDArray[np.int64]
     """Counts the blocks that a new request could take: free ones, and ones that are only cached, less what was
     dispatched and is not reported yet, and less one block for each sequence that decodes. It is negative where more was
@@ -64,9 +65,9 @@ class WorkerStocks(NamedTuple):
     blocks_per_s: npt.NDArray[np.float64]
     """Holds the rate at which sequences return blocks as they end; it is 0 where it is unknown."""
     inbox_bytes: npt.NDArray[np.int64]
-    """Is 0 where it is unknown."""
+    """Holds 0 where the number is unknown."""
     is_usable: npt.NDArray[np.bool_]
-    """Is False for a worker that the request may not use at this time."""
+    """Holds False for a worker that the request may not use at this time."""
 
 
 class KvRoom(NamedTuple):
@@ -124,3 +125,201 @@ def kv_room(need: RoomNeed, stocks: WorkerStocks) -> KvRoom:
         wait_s = float((lacking[is_known] / rates[is_known]).min()) if is_known.any() else None
     verdict: Verdict = "now" if wait_s == 0.0 else "later"
     return KvRoom(verdict, too_small, nearest, wait_s, float(rates.sum()), max_tokens, max_unit_bytes)
+
+
+# ------------------------------------------------------------ the columns
+
+FIRST_ROWS = 16
+
+
+class _RoomBounds(NamedTuple):
+    """Holds bounds by which most requests are decided without a look at single workers."""
+
+    block_size: int
+    """This is 0 if workers differ in it."""
+    min_total: int
+    """This is the size of the smallest pool that is known, in blocks."""
+    max_free: float
+    min_inbox: float
+    blocks_per_s: float
+    free: npt.NDArray[np.float64]
+    """Holds the free blocks of each worker; they are infinitely many where the size is unknown."""
+    block_seconds: npt.NDArray[np.float64]
+    """Holds the time in which a worker gives back a block; it is infinite where the rate is unknown."""
+
+    def taken(self, need: RoomNeed) -> int:
+        """Returns the blocks that the request takes at every worker, all of which are large enough for it, or 0 if
+        workers differ in that."""
+        if not self.block_size or need.headroom or need.max_unit_bytes > self.min_inbox:
+            return 0
+        num_blocks = -(-(need.num_prompt_tokens + need.num_generated_tokens) // self.block_size)
+        return num_blocks + need.num_choices - 1 if num_blocks + need.num_choices - 1 <= self.min_total else 0
+
+
+class RoomColumns:
+    """Keeps what `kv_room` needs of each worker, one row per worker. A worker without a report has room for
+    everything. One whose reports stopped has what it had then, and what it can have given back since."""
+
+    def __init__(self, stale_after_s: float) -> None:
+        self._stale_after_s = stale_after_s
+        self._ids: list[MemberId] = []
+        self._id_to_row: dict[MemberId, int] = {}
+        self._ints = np.zeros((FIRST_ROWS, 6), dtype=np.int64)
+        """Holds the block size, the blocks in all, the free blocks by the last report, those that were promised since,
+        the bytes of the inbox, and the blocks that are held for tokens behind media."""
+        self._attempt_to_hold: dict[AttemptId, tuple[MemberId, int]] = {}
+        self._floats = np.zeros((FIRST_ROWS, 2), dtype=np.float64)
+        """Holds the blocks that come back per second, and the time of the last report."""
+        self._bounds: _RoomBounds | None = None
+        self._oldest_s = 0.0
+
+    def add(self, worker_id: MemberId, block_size: int) -> None:
+        """Adds a worker that has not reported yet."""
+        self.remove(worker_id)
+        row = len(self._ids)
+        if row == len(self._ints):
+            self._ints = np.concatenate([self._ints, np.zeros_like(self._ints)])
+            self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)])
+        self._ids.append(worker_id)
+        self._id_to_row[worker_id] = row
+        self._ints[row] = (block_size, 0, 0, 0, 0, 0)
+        self._floats[row] = (0.0, np.inf)
+        self._bounds = None
+
+    def remove(self, worker_id: MemberId) -> None:
+        """Removes a worker, if it is here. The last row takes its place."""
+        row = self._id_to_row.pop(worker_id, None)
+        if row is None:
+            return
+        last_id = self._ids.pop()
+        if last_id != worker_id:
+            self._ints[row], self._floats[row] = self._ints[len(self._ids)], self._floats[len(self._ids)]
+            self._ids[row], self._id_to_row[last_id] = last_id, row
+        for attempt_id in [each for each, (holder, _) in self._attempt_to_hold.items() if holder == worker_id]:
+            del self._attempt_to_hold[attempt_id]
+        self._bounds = None
+
+    def report(self, report: WorkerReport, now: float) -> None:
+        """Takes a report. The blocks that queued tokens will take count as taken, and so does one block for each
+        sequence that decodes."""
+        row = self._id_to_row[report.worker_id]
+        engine, block_size = report.engine, int(self._ints[row, 0])
+        queued_blocks = -(-engine.queued_tokens // block_size)
+        free = engine.kv_blocks_total - engine.kv_blocks_used - queued_blocks - engine.num_decoding
+        self._ints[row, 1], self._ints[row, 2] = engine.kv_blocks_total, free
+        self._ints[row, 4] = report.features.inbox_bytes_total
+        rate = engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0
+        self._floats[row] = (rate, now)
+        self._bounds = None
+
+    def promise(self, worker_id: MemberId, num_tokens: int, num_sequences: int) -> None:
+        """Notes what was dispatched to a worker and is not in its last report: this many tokens of prompts, and
+        sequences, of which each may take one block more."""
+        row = self._id_to_row.get(worker_id)
+        if row is not None:
+            self._ints[row, 3] = -(-num_tokens // int(self._ints[row, 0])) + num_sequences
+            self._bounds = None
+
+    def hold(self, attempt_id: AttemptId, worker_id: MemberId, num_tokens: int) -> None:
+        """Holds blocks for the tokens of an attempt from its first missing medium on: the worker can't compute them
+        yet, so its reports count them neither as used nor as queued. `release` ends this, at the first token."""
+        self.release(attempt_id)
+        row = self._id_to_row.get(worker_id)
+        if row is not None and num_tokens > 0:
+            num_blocks = -(-num_tokens // int(self._ints[row, 0]))
+            self._attempt_to_hold[attempt_id] = worker_id, num_blocks
+            self._ints[row, 5] += num_blocks
+            self._bounds = None
+
+    def release(self, attempt_id: AttemptId) -> None:
+        """Ends what `hold` did. A second call does nothing."""
+        worker_id, num_blocks = self._attempt_to_hold.pop(attempt_id, (None, 0))
+        if worker_id is not None:
+            self._ints[self._id_to_row[worker_id], 5] -= num_blocks
+            self._bounds = None
+
+    def room_at_once(self, need: RoomNeed, now: float) -> KvRoom | None:
+        """Returns the answer about a request for which there is room if nothing of it is cached and every worker may be
+        used. It looks at bounds only; None says that it takes a closer look (`room`)."""
+        if not self._ids:
+            return ROOM_NOW
+        bounds = self._bounds_at(now)
+        taken = bounds.taken(need)
+        return ROOM_NOW._replace(blocks_per_s=bounds.blocks_per_s) if 0 < taken <= bounds.max_free else None
+
+    def room(
+        self, need: RoomNeed, worker_to_covered: Mapping[MemberId, int], barred: Collection[MemberId], now: float
+    ) -> KvRoom:
+        """Returns whether a worker has room for a request (`kv_room`). `worker_to_covered` maps workers to the tokens
+        of the prompt that they have cached, and those in `barred` may not be used now."""
+        if not self._ids:
+            return ROOM_NOW
+        row_to_covered = {
+            row: num_tokens // int(self._ints[row, 0])
+            for worker_id, num_tokens in worker_to_covered.items()
+            if (row := self._id_to_row.get(worker_id)) is not None
+        }
+        barred_rows = [self._id_to_row[each] for each in barred if each in self._id_to_row]
+        bounds = self._bounds_at(now)
+        if taken := bounds.taken(need):
+            return self._room_among_equals(bounds, taken, row_to_covered, barred_rows)
+        rows = len(self._ids)
+        block_sizes, total, _, _, inbox, _ = self._ints[:rows].T
+        covered = np.zeros(rows, dtype=np.int64)
+        covered[list(row_to_covered)] = list(row_to_covered.values())
+        is_usable = np.ones(rows, dtype=np.bool_)
+        is_usable[barred_rows] = False
+        free, rates = self._free_at(now), self._floats[:rows, 0]
+        return kv_room(need, WorkerStocks(self._ids, block_sizes, total, free, covered, rates, inbox, is_usable))
+
+    def _room_among_equals(
+        self, bounds: _RoomBounds, taken: int, row_to_covered: Mapping[int, int], barred_rows: Sequence[int]
+    ) -> KvRoom:
+        """Returns what `kv_room` does, for a request that takes `taken` blocks at every worker and fits into each."""
+        lacking = taken - bounds.free
+        for row, num_blocks in row_to_covered.items():
+            lacking[row] -= min(num_blocks, taken)
+        lacking[barred_rows] = np.inf
+        nearest = int(lacking.argmin())
+        least, rates = float(lacking[nearest]), bounds.blocks_per_s
+        if least == np.inf:
+            return KvRoom("later")
+        if barred_rows:
+            rates -= float(self._floats[barred_rows, 0].sum())
+        if least <= 0:
+            return KvRoom("now", frozenset(), self._ids[nearest], 0.0, rates)
+        wait_s = float((lacking * bounds.block_seconds).min())
+        return KvRoom("later", frozenset(), self._ids[nearest], wait_s if wait_s < np.inf else None, rates)
+
+    def _free_at(self, now: float) -> npt.NDArray[np.int64]:
+        rows = len(self._ids)
+        ints, floats = self._ints[:rows], self._floats[:rows]
+        silent_s = now - floats[:, 1]
+        given_back = np.where(silent_s > self._stale_after_s, floats[:, 0] * np.maximum(silent_s, 0.0), 0.0)
+        free: npt.NDArray[np.int64] = np.minimum(
+            ints[:, 2] - ints[:, 3] - ints[:, 5] + given_back.astype(np.int64), ints[:, 1]
+        )
+        return free
+
+    def _bounds_at(self, now: float) -> _RoomBounds:
+        """Returns the bounds as of the last change. They are made again when a worker may have become silent; as its
+        free blocks only become more by that, old bounds refuse nothing for good."""
+        if self._bounds is not None and now - self._oldest_s <= self._stale_after_s:
+            return self._bounds
+        rows = len(self._ids)
+        ints, floats = self._ints[:rows], self._floats[:rows]
+        is_sized, inboxes, rates = ints[:, 1] > 0, ints[:, 4], floats[:, 0]
+        block_size = int(ints[0, 0]) if (ints[:, 0] == ints[0, 0]).all() else 0
+        free = np.where(is_sized, self._free_at(now), np.inf)
+        totals = np.where(is_sized, ints[:, 1], np.iinfo(np.int64).max)
+        self._oldest_s = float(floats[:, 1].min())
+        self._bounds = _RoomBounds(
+            block_size,
+            int(totals.min()),
+            float(free.max()),
+            float(np.where(inboxes > 0, inboxes, np.inf).min()),
+            float(rates.sum()),
+            free,
+            np.divide(1.0, rates, out=np.full(rows, np.inf), where=rates > 0),
+        )
+        return self._bounds

@@ -153,10 +153,12 @@ class InFlight:
             if share is not None:
                 self._settle(share)
 
-    def end(self, attempt_id: AttemptId) -> None:
-        """Ends the attempt on all members."""
-        for member_id, share in self._attempt_to_shares.pop(attempt_id, {}).items():
+    def end(self, attempt_id: AttemptId) -> Iterable[MemberId]:
+        """Ends the attempt on all members, and returns them."""
+        shares = self._attempt_to_shares.pop(attempt_id, {})
+        for member_id, share in shares.items():
             self._drop(attempt_id, member_id, share)
+        return shares
 
     def end_at(self, attempt_id: AttemptId, member_id: MemberId) -> None:
         """Ends the attempt on one member, as when an encoder has delivered."""

@@ -134,6 +134,8 @@ class Draft:
 
 PARSE_IN_THREAD_BYTES = 64 * 1024
 """A body of at most this many bytes is parsed in the event loop, because that takes less time than changing threads."""
+MAX_TEXT_BYTES = 2**20
+"""A larger body is hardly text alone, so it is parsed in threads of its own, and text does not wait behind media."""
 MAX_FITTINGS = 3
 """Limits how often the media are planned for one prompt. Each time after the first, videos get fewer frames, to make
 room for the text that a family writes between the frames."""
@@ -179,7 +181,7 @@ class PromptBuilder:
         """Parses the JSON of a request. Raises InvalidRequest; `param` names the first offending field."""
         if len(body) <= PARSE_IN_THREAD_BYTES:
             return parse_chat(body)
-        return await self._threads.run(Work.BODY, parse_chat, body)
+        return await self._threads.run(Work.BODY if len(body) <= MAX_TEXT_BYTES else Work.LARGE_BODY, parse_chat, body)
 
     async def read(self, chat: ChatRequest) -> Draft:
         """Checks a request and probes its media. Raises a RequestRefused whose `param` names the offending part of the
@@ -205,7 +207,7 @@ class PromptBuilder:
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
         """Returns the prompt without what was lost. Raises a RequestRefused."""
-        return await self._threads.run(Work.PROMPT, self._plan, draft, losses)
+        return await self._threads.run(Work.MEDIA_PROMPT if draft.media else Work.PROMPT, self._plan, draft, losses)
 
     def is_reducible(self, draft: Draft, key: ItemKey, reduction: int) -> bool:
         """Returns whether the item, already reduced `reduction` times, would cost less if it were reduced once more."""
@@ -334,10 +336,14 @@ class Work(Enum):
 
     BODY = "body"
     """Parses JSON."""
+    LARGE_BODY = "large body"
+    """Parses JSON that has media in it."""
     MEDIA = "media"
     """Decodes base64, reads the first bytes of files, and computes digests."""
     PROMPT = "prompt"
-    """Renders templates, and makes tokens, plans and block hashes."""
+    """Renders templates, and makes tokens and block hashes."""
+    MEDIA_PROMPT = "prompt with media"
+    """Does the same for prompts with media, and plans these."""
     GRAMMAR = "grammar"
 
 

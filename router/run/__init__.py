@@ -5,6 +5,9 @@
 the request, `request_output` carries its tokens and text to the reader, `admission` limits what is in flight and
 charges tenants, `turn` lets a request wait for workers and for room in them, and `context` holds what else all
 requests of one router share.
+the request, and `request_output` carries its tokens and text to the reader. `admission` limits what is in flight and
+charges tenants, `turn` takes a request through the gate, and `context` holds what else all requests of one router
+share.
 
 The router service creates the shared objects and starts a `RequestRun` for each request; `router.edge` reads the
 `RequestStream`. The folder reaches members only through `Pools` and the message plane, and takes its decisions about

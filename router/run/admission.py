@@ -22,7 +22,7 @@ from router.planning import RoutePlan, Standing, TenantShares
 from router.router_config import ANONYMOUS, RouterConfig, Tenant
 
 SMALL_BODY_BYTES = 64 * 1024
-"""The router takes a body of at most this size for text; longer texts exist, but media that are smaller hardly do."""
+"""The router takes a body of at most this size for that of a text, although a small picture may have one too."""
 TEXT_SHARE_OF_BYTES = 16
 """One part in this many of the budget for bodies is kept for small bodies."""
 TEXT_SHARE_OF_PLACES = 8
@@ -114,14 +114,14 @@ def check_deadline(predicted_s: float, first_token_by_s: float | None, now: floa
 # ------------------------------------------------------------ budgets
 
 
-class Allowance:
-    """A `Allowance` counts what is in use of a limit, and how fast it becomes free again."""
+class UsageLimit:
+    """A `UsageLimit` counts what is in use of a limit, and how fast it becomes free again."""
 
     MEMORY_S = 10.0
     """The rate is an average in which the weight of what was given back falls by e in this time."""
 
     def __init__(self, limit: int | None) -> None:
-        """Creates a budget of which nothing is used; None is no limit."""
+        """Creates a limit of which nothing is used; None is no limit."""
         self.limit = limit
         self.used = 0
         self._given_back = 0.0
@@ -148,12 +148,12 @@ class Allowance:
         return self._given_back * math.exp((self._at_s - now) / self.MEMORY_S)
 
 
-class Allowances(NamedTuple):
+class UsageLimits(NamedTuple):
     """Holds the limits of the router, or those of one tenant."""
 
-    requests: Allowance
-    bodies: Allowance
-    tokens: Allowance
+    requests: UsageLimit
+    bodies: UsageLimit
+    tokens: UsageLimit
 
 
 class Admission:
@@ -162,16 +162,12 @@ class Admission:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._clock = clock
         self._retry_after_s = config.retry_after_s
-        self._router = Allowances(
-            Allowance(config.max_in_flight),
-            Allowance(config.max_bodies_bytes),
-            Allowance(config.max_prompt_tokens),
+        self._router = UsageLimits(
+            UsageLimit(config.max_in_flight), UsageLimit(config.max_bodies_bytes), UsageLimit(config.max_prompt_tokens)
         )
         self._tenants = {
-            each.name: Allowances(
-                Allowance(each.max_in_flight),
-                Allowance(each.max_bodies_bytes),
-                Allowance(each.max_prompt_tokens),
+            each.name: UsageLimits(
+                UsageLimit(each.max_in_flight), UsageLimit(each.max_bodies_bytes), UsageLimit(each.max_prompt_tokens)
             )
             for each in (*config.tenants, ANONYMOUS)
         }
@@ -269,7 +265,7 @@ class Admission:
         self._num_with_media -= ticket.has_media
         self._tell_when_empty()
 
-    def _overloaded(self, message: str, budget: Allowance, lacking: int) -> Overloaded:
+    def _overloaded(self, message: str, budget: UsageLimit, lacking: int) -> Overloaded:
         wait_s = budget.wait_s(lacking, self._clock.now())
         return Overloaded(message, retry_after_s=self._retry_after_s if wait_s is None else wait_s)
 

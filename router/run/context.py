@@ -143,6 +143,10 @@ class EncoderPool(Protocol):
 # ------------------------------------------------------------ the wait for capacity
 
 
+REPORT_PAUSE_S = 0.002
+"""Reports that come within this time make the gate look for room once."""
+
+
 class CapacityGate:
     """A `CapacityGate` lets requests wait until a worker, or an encoder of the right kind, is there, and until a worker
     has room. It runs a `CapacityQueue` in the router's event loop, to which it belongs.
@@ -156,6 +160,7 @@ class CapacityGate:
         self._queue = CapacityQueue(supply, shares=shares)
         self._waits: dict[Waiter, Wait] = {}
         self._is_releasing = False
+        self._pause: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -188,11 +193,21 @@ class CapacityGate:
 
     def changed(self) -> None:
         """Releases, in the next turns of the loop, the requests that can be served now. It is called when members
-        joined or left, when a worker reported or an attempt ended, and when a released request gave up its place or got
-        its first token."""
+        joined or left, when an attempt ended, and when a released request gave up its place or got its first
+        token."""
         if self._queue.num_waiting and not self._is_releasing:
             self._is_releasing = True
             asyncio.get_running_loop().call_soon(self._release)
+
+    def blocks_freed(self) -> None:
+        """Does the same after a pause, because a worker has reported: the reports of a large cluster come in close
+        succession, and one look serves all of them."""
+        if self._queue.num_waiting and self._pause is None:
+            self._pause = asyncio.get_running_loop().call_later(REPORT_PAUSE_S, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._pause = None
+        self.changed()
 
     def leave(self, wait: Wait, has_arrived: bool) -> None:
         """Frees the place of a wait; waits call it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fabric.contracts import ContextLengthExceeded, InvalidMedia, MemberId, Overloaded
+from fabric.contracts import ContextLengthExceeded, InvalidMedia, MemberId, NoCapacity, Overloaded
 from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
 from router.observe import RequestTrace
 from router.planning import BATCH_HEADROOM, CapacityNeed, KvRoom, RoomNeed, RoutePlan, Waiter
@@ -67,7 +67,8 @@ class Turn:
     async def take(self, prompt: Prompt, num_generated: int, preview: Preview) -> None:
         """Waits for the request's turn, if requests are ahead of it or no worker has room for it. Raises
         ContextLengthExceeded or InvalidMedia if every worker is too small for it, Overloaded if none has had room in
-        time, and DeadlineOutOfReach if its first token would come too late."""
+        time, and DeadlineOutOfReach if its first token would come too late. A request that was dispatched before is
+        not refused after its wait: it then queues at a worker, where its age ranks it."""
         room = self._room(prompt, num_generated)
         if self._wait is not None or self.left_to_wait_s <= 0:
             return
@@ -79,7 +80,7 @@ class Turn:
         reason = "no worker has room for the request's KV blocks" if is_full else "other requests are served first"
         if not await self._stand_in_line(waiter, reason) and (is_full or self._is_late()):
             room = self._room(prompt, num_generated)
-            if room.verdict == "later" or self._is_late():
+            if not self.is_dispatched and (room.verdict == "later" or self._is_late()):
                 self._check_deadline(room.wait_s or 0.0)
                 message = f"no worker has had room for a prompt of {len(prompt.token_ids)} tokens within"
                 raise Overloaded(f"{message} {self.waited_s:.3g} s", retry_after_s=room.wait_s)
@@ -187,7 +188,10 @@ class Turn:
         wait_s = ahead_s + (room.wait_s or 0.0)
         self._trace.add("admission", verdict=room.verdict, nearest=room.nearest, predicted_wait_s=wait_s)
         if self.first_token_by_s is not None:
-            plan = preview(self.kept_out)
+            try:
+                plan = preview(self.kept_out)
+            except NoCapacity:
+                return  # Members are missing; the request waits for them until its deadline.
             idle_s = plan.predicted_ttft_s - plan.explanation.winner.queue_s
             self._check_deadline(max(plan.predicted_ttft_s, wait_s + idle_s))
 

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from planning_samples import BLOCK_SIZE, SCHEME, SHAPE, query, worker_member, worker_report
+from planning_samples import BLOCK_SIZE, SCHEME, SHAPE, encoder_member, image, query, worker_member, worker_report
 from scheduling_cases import Bench, request, sequence_id
 
-from fabric.contracts import BlocksStored, ContextLengthExceeded, FeatureStats, KvSnapshot, MemberId, WorkerReport
+from fabric.contracts import (
+    BlocksStored,
+    ContextLengthExceeded,
+    FeatureStats,
+    KvScheme,
+    KvSnapshot,
+    MemberId,
+    WorkerReport,
+)
 from router.planning import ClusterState
-from router.planning.kv_room import BATCH_HEADROOM, RoomNeed, WorkerStocks, kv_room
+from router.planning.kv_room import BATCH_HEADROOM, RoomColumns, RoomNeed, WorkerStocks, kv_room
 
 W0, W1 = MemberId("w0"), MemberId("w1")
 
@@ -192,6 +200,29 @@ def test_what_was_dispatched_counts_until_a_report_contains_it() -> None:
     assert state.room(blocks(9), frozenset(), 1.1).verdict == "now"
 
 
+def test_tokens_behind_a_missing_medium_are_held_until_the_first_token() -> None:
+    """The report counts the three blocks of text ahead of the picture; the picture and what follows take four more."""
+    state = cluster("w0")
+    state.update_members([worker_member("w0"), encoder_member("e0")])
+    state.apply(sized("w0"), 1.0)
+    request = query(3 * BLOCK_SIZE, image(0, num_tokens=3 * BLOCK_SIZE), BLOCK_SIZE)
+    state.note_dispatched(request, state.plan(request, 1.0), 1.0)
+    state.apply(sized("w0", 2, used=3, acknowledged=(request.attempt_id,)), 1.1)
+    assert state.room(blocks(3), frozenset(), 1.1).verdict == "now"
+    assert state.room(blocks(4), frozenset(), 1.1).verdict == "later"
+    state.note_first_token(request.attempt_id)
+    state.note_first_token(request.attempt_id)
+    assert state.room(blocks(7), frozenset(), 1.1).verdict == "now"
+    state.note_dispatched(request, state.plan(request, 1.2), 1.2)
+    state.note_ended(request.attempt_id)
+    assert state.room(blocks(7), frozenset(), 1.2).verdict == "now"
+    state.note_dispatched(request, state.plan(request, 1.2), 1.2)
+    state.update_members([worker_member("w0", epoch=2), encoder_member("e0")])
+    state.note_ended(request.attempt_id)
+    state.apply(sized("w0", 1, epoch=2), 1.3)
+    assert state.room(blocks(10), frozenset(), 1.3).verdict == "now"
+
+
 def test_an_excluded_worker_may_have_room_later() -> None:
     state = cluster("w0", "w1")
     for name, total in (("w0", 10), ("w1", 20)):
@@ -214,12 +245,35 @@ def test_cached_blocks_are_found_in_the_index() -> None:
     assert state.room(need, frozenset(), 1.0).verdict == "now"
 
 
-def test_a_silent_worker_blocks_nothing_but_keeps_its_size() -> None:
-    state = cluster("w0")
-    state.apply(sized("w0", used=10), 1.0)
+def test_workers_with_other_block_sizes_are_counted_in_their_own_blocks() -> None:
+    """The second worker has blocks of twice the size, so ten of its blocks hold what twenty of the first one do."""
+    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(1))
+    large = msgspec.structs.replace(worker_member("w1"), kv_scheme=KvScheme("other", 2 * BLOCK_SIZE))
+    state.update_members([worker_member("w0"), large])
+    for name in ("w0", "w1"):
+        state.apply(sized(name), 1.0)
+    assert state.room(blocks(11), frozenset(), 1.0).too_small == {W0}
+    assert state.room(blocks(20), frozenset(), 1.0).verdict == "now"
+    assert state.room(blocks(21), frozenset(), 1.0).verdict == "never"
+    state.apply(sized("w1", 2, used=4), 1.0)
+    hashes = tuple(index.to_bytes(16, "little") for index in range(4))
+    need = RoomNeed(20 * BLOCK_SIZE, scheme_to_hashes={large.kv_scheme: b"".join(hashes)})
+    assert state.room(need, frozenset(), 1.0).verdict == "later"
+    state.apply(KvSnapshot(W1, 1, 0, (BlocksStored(None, b"".join(hashes)),)), 1.0)
+    assert state.room(need, frozenset(), 1.0).verdict == "now"
+
+
+def test_a_silent_worker_has_what_it_can_have_given_back() -> None:
+    """It uses 10 blocks, each for 20 s, so it gives back one in 2 s."""
+    state = cluster("w0", "w1")
+    state.apply(sized("w0", used=10, residence_s=20.0), 1.0)
+    state.apply(sized("w1", used=10), 1.0)
     assert state.room(blocks(4), frozenset(), 2.0).verdict == "later"
-    assert state.room(blocks(4), frozenset(), 60.0).verdict == "now"
-    assert state.room(blocks(12), frozenset(), 60.0).verdict == "never"
+    assert state.room(blocks(4), frozenset(), 8.9).verdict == "later"
+    assert state.room(blocks(4), frozenset(), 9.1).verdict == "now"
+    assert state.room(blocks(4), frozenset({W0}), 1e6).verdict == "later", "nothing is known of its rate"
+    assert state.room(blocks(10), frozenset(), 1e6).verdict == "now"
+    assert state.room(blocks(12), frozenset(), 1e6).verdict == "never"
 
 
 def test_an_inbox_limits_a_feature() -> None:
@@ -228,3 +282,75 @@ def test_an_inbox_limits_a_feature() -> None:
     state.apply(msgspec.structs.replace(report, features=FeatureStats(inbox_bytes_total=1024)), 1.0)
     assert state.room(RoomNeed(4, max_unit_bytes=1088), frozenset(), 1.0).verdict == "never"
     assert state.room(RoomNeed(4, max_unit_bytes=1024), frozenset(), 1.0).verdict == "now"
+
+
+NAMES = st.sampled_from(["w0", "w1", "w2", "w3"])
+CHANGES = st.one_of(
+    st.tuples(st.just("add"), NAMES, st.sampled_from([16, 16, 32])),
+    st.tuples(st.just("remove"), NAMES, st.just(0)),
+    st.tuples(st.just("report"), NAMES, st.integers(0, 40)),
+    st.tuples(st.just("promise"), NAMES, st.integers(0, 200)),
+    st.tuples(st.just("wait"), NAMES, st.integers(1, 5)),
+)
+
+
+@given(
+    st.lists(CHANGES, max_size=40),
+    st.integers(1, 700),
+    st.integers(1, 2),
+    st.sets(NAMES, max_size=1),
+    st.dictionaries(NAMES, st.sampled_from([32, 96, 320])),
+)
+def test_columns_that_change_in_place_equal_columns_made_at_once(
+    changes: list[tuple[str, str, int]], num_tokens: int, num_choices: int, barred: set[str], covered: dict[str, int]
+) -> None:
+    """The model keeps a dict of workers, and asks `kv_room` about columns that it makes of it. A worker that is silent
+    for more than 3 s gives back a tenth of what it used, per second."""
+    columns, now, seq = RoomColumns(3.0), 10.0, 0
+    model: dict[str, dict[str, float]] = {}
+    for what, name, number in changes:
+        now += number if what == "wait" else 0.0
+        if what == "add":
+            columns.add(MemberId(name), number)
+            model.pop(name, None)
+            model[name] = {"size": number, "total": 0, "used": 0, "promised": 0, "at_s": now, "inbox": 0}
+        elif what == "remove":
+            columns.remove(MemberId(name))
+            model.pop(name, None)
+        elif what == "promise":
+            columns.promise(MemberId(name), number, 1)
+            if name in model:
+                model[name]["promised"] = -(-number // model[name]["size"]) + 1
+        elif what == "report" and name in model:
+            seq += 1
+            columns.report(sized(name, seq, used=number, total=40, queued=17, num_decoding=2, residence_s=10.0), now)
+            used = number + -(-17 // model[name]["size"]) + 2
+            model[name] |= {"total": 40, "used": used, "rate": number / 10, "at_s": now}
+    rows = list(model.items())
+    free = []
+    for _, row in rows:
+        silent_s = now - row["at_s"]
+        back = int(row.get("rate", 0.0) * silent_s) if silent_s > 3.0 else 0
+        free.append(min(row["total"], row["total"] - row["used"] - row["promised"] + back))
+    expected = kv_room(
+        RoomNeed(num_tokens, 0, num_choices),
+        stocks(
+            *((int(row["total"]), int(each)) for (_, row), each in zip(rows, free, strict=True)),
+            block_sizes=[row["size"] for _, row in rows],
+            is_usable=[name not in barred for name, _ in rows],
+            covered_blocks=[covered.get(name, 0) // row["size"] for name, row in rows],
+            blocks_per_s=[row.get("rate", 0.0) for _, row in rows],
+        ),
+    )
+    need = RoomNeed(num_tokens, 0, num_choices)
+    room = columns.room(need, covered, barred, now)
+    assert room.verdict == expected.verdict
+    if room.verdict == "later":
+        # Rows have another order than the model's, so another one of equally near workers may be named.
+        assert room.wait_s == (None if expected.wait_s is None else pytest.approx(expected.wait_s))
+        assert (room.nearest is None) == (expected.nearest is None)
+    assert {rows[int(each[1:])][0] for each in expected.too_small} == room.too_small
+    at_once = columns.room_at_once(need, now)
+    if at_once is not None and not barred:
+        assert at_once.verdict == expected.verdict == "now"
+        assert not room.too_small
