@@ -29,7 +29,7 @@ from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
 from router.planning import LinkOverride, MemberSelector, PlannerSettings
-from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig, Tenant
 from router.run import Pools
 
 if TYPE_CHECKING:
@@ -300,6 +300,14 @@ def _selector(end: LinkEndSection) -> MemberSelector:
     return MemberSelector(end.member, end.host, end.kind or "*", tuple(sorted(end.labels.items())))
 
 
+def tenants(config: ClusterConfig) -> tuple[Tenant, ...]:
+    """Returns the tenants of the cluster."""
+    sections = {name: section.model_dump() for name, section in config.tenants.items()}
+    return tuple(
+        Tenant(name=name, key_digests=section.pop("api_key_digests"), **section) for name, section in sections.items()
+    )
+
+
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
     from modalities import probing
@@ -315,6 +323,10 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         max_body_bytes=config.server.max_body_bytes,
         max_bodies_bytes=config.router.max_bodies_bytes,
         max_in_flight=config.router.max_in_flight,
+        max_prompt_tokens=config.router.max_prompt_tokens,
+        tenants=tenants(config),
+        batch_wait_s=config.router.batch_wait_s,
+        tokens_per_encoder_second=config.router.tokens_per_encoder_second,
         planner=PlannerSettings(
             max_index_blocks=config.router.max_index_blocks,
             max_index_items=config.router.max_index_items,

@@ -30,7 +30,7 @@ from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
 from router.api import describe_flaw, shown
 from router.planning import LinkClass, PlannerSettings
-from router.router_config import RouterConfig
+from router.router_config import ANONYMOUS, RouterConfig, Tenant
 
 PROBE_LIMITS = ProbeLimits()
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -134,6 +134,9 @@ class RouterSection(_Section):
     """Limits the requests that each router has admitted and not ended; a further request is answered 429."""
     max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
     """Limits the bodies of all requests in flight together, in each router."""
+    max_prompt_tokens: int = Field(default_of(RouterConfig, "max_prompt_tokens"), ge=1)
+    """Limits the prompt tokens of all requests in flight together, in each router; a further request is answered
+    429."""
     max_index_blocks: int = Field(default_of(PlannerSettings, "max_index_blocks"), ge=1)
     """Limits the KV blocks whose places each router knows, for each scheme that workers use (`KvScheme`). Each takes
     about 50 bytes. The blocks that were not used for longest are forgotten first."""
@@ -156,7 +159,12 @@ class RouterSection(_Section):
     their way to an encoder, so the encoder may not use them."""
     capacity_wait_s: float = Field(120.0, ge=0)
     """A request waits this many seconds for a worker, or an encoder of its media, to come back; then it is answered
-    503."""
+    503. It also waits this long for room in the KV cache of a worker; then it is answered 429. With 0 it does not wait
+    at all, and queues at a worker that has no room."""
+    batch_wait_s: float = Field(default_of(RouterConfig, "batch_wait_s"), ge=0)
+    """A request of the class `batch` that has waited this many seconds counts as interactive."""
+    tokens_per_encoder_second: float = Field(default_of(RouterConfig, "tokens_per_encoder_second"), ge=0)
+    """A second of an encoder costs a tenant as much of its share as this many tokens of a worker."""
     costs_file: Path | None = default_of(RouterConfig, "costs_file")
     """Keeps the costs that the routers have learned (of decoding, encoding, prefill and links), so that the planner
     predicts well from the first request after a restart. With None, each run begins with its own measurements. Routers
@@ -164,6 +172,31 @@ class RouterSection(_Section):
     links: tuple[LinkSection, ...] = ()
     """States the classes of links between encoders and workers, which otherwise follow from what each member finds on
     its machine. The first entry that fits a pair counts."""
+
+
+class TenantSection(_Section):
+    """Describes a party that sends requests. Each limit holds in each router; without one, that of the router holds."""
+
+    api_key_digests: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
+    """Lists the SHA-256 digests of the tenant's API keys (`printf %s KEY | sha256sum`). A request with one of these
+    keys in `Authorization: Bearer KEY` is this tenant's. One tenant may have none: it sends the requests without a
+    key."""
+    weight: float = Field(default_of(Tenant, "weight"), gt=0)
+    """A tenant with twice the weight gets twice the service while requests of both wait."""
+    service_class: Literal["interactive", "batch"] = default_of(Tenant, "service_class")
+    """Says how urgent the tenant's requests are: `batch` gives all of them spare capacity only, and with `interactive`
+    a request may ask for that."""
+    ttft_deadline_ms: int | None = Field(None, ge=1)
+    """Refuses requests whose first token is predicted later than this (429), where a request states no deadline of its
+    own."""
+    max_in_flight: int | None = Field(None, ge=1)
+    """Limits the requests of the tenant that are admitted and have not ended."""
+    max_bodies_bytes: Bytes | None = None
+    """Limits the bodies of the tenant's requests in flight together."""
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    """Limits the prompt tokens of the tenant's requests in flight together."""
+    cache_salt: str = Field(default_of(Tenant, "cache_salt"), max_length=256)
+    """Keeps the tenant's caches apart from those of others: it is put before the `cache_salt` of each request."""
 
 
 def _check_modality(name: str) -> str:
@@ -389,10 +422,29 @@ class ClusterConfig(_Section):
     workers: WorkerSection = WorkerSection()
     ray: RaySection = RaySection()
     logging: LoggingSection = LoggingSection()
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], TenantSection] = Field(
+        {}, max_length=256
+    )
+    """Names the parties that send requests; without any, no API key is asked for."""
     allow_shared_gpu: bool = False
     """Allows a `gpus_per_replica` that is not a whole number, so that encoders and workers share a GPU."""
     threads_per_replica: int = Field(1, ge=1)
     """Limits the threads with which each encoder and worker computes on a CPU."""
+
+    @model_validator(mode="after")
+    def _check_tenants(self) -> ClusterConfig:
+        keyless = [name for name, each in self.tenants.items() if not each.api_key_digests]
+        if len(keyless) > 1:
+            raise ValueError(
+                f"the tenants {', '.join(keyless)} have no api_key_digests, but only one tenant may send requests "
+                "without a key"
+            )
+        digests = [digest for each in self.tenants.values() for digest in each.api_key_digests]
+        if len(digests) != len(set(digests)):
+            raise ValueError("two tenants have the same digest in api_key_digests; each key belongs to one tenant")
+        if ANONYMOUS.name in self.tenants and self.tenants[ANONYMOUS.name].api_key_digests:
+            raise ValueError(f"the tenant {ANONYMOUS.name} sends requests without a key; give it another name")
+        return self
 
     @model_validator(mode="after")
     def _check_devices(self) -> ClusterConfig:
@@ -481,8 +533,9 @@ def _unknown_key(location: tuple[str | int, ...]) -> str:
 
     fields = keys_of(ClusterConfig)
     for step in location[:-1]:
-        if isinstance(step, str):
-            section = section_in(fields[step].annotation)
+        # A tenant's name is a key that the file's author has chosen, and the place in a list is a number.
+        if step in fields:
+            section = section_in(fields[str(step)].annotation)
             assert section is not None
             fields = keys_of(section)
     near = difflib.get_close_matches(str(location[-1]), fields, n=1)

@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_origin
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
@@ -132,6 +132,10 @@ def config_keys(section: type[BaseModel] = cluster_config.ClusterConfig, prefix:
         if inner is not None and inner is annotation:
             yield from config_keys(inner, f"{prefix}{key}.")
             continue
+        if inner is not None and get_origin(annotation) is dict:
+            # The author of a file chooses the names in such a mapping.
+            yield from config_keys(inner, f"{prefix}{key}.NAME.")
+            continue
         described = schema["properties"][key]
         described = schema["$defs"][described["$ref"].rpartition("/")[2]] if "$ref" in described else described
         is_size = "bytes" in name.split("_")
@@ -156,7 +160,7 @@ def configuration() -> str:
     for name, keys in sections.items():
         heading = f"`{name}`" if name else "Other keys"
         field = cluster_config.ClusterConfig.model_fields.get(name)
-        intro = _own_docstring(field.annotation) if field is not None else ""
+        intro = _own_docstring(cluster_config.section_in(field.annotation)) if field is not None else ""
         rows = [
             (f'<a id="{key.path}"></a>`{key.path.removeprefix(name + ".")}`', *key[1:4], _capitalised(key.meaning))
             for key in keys

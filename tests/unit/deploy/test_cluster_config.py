@@ -8,14 +8,14 @@ from typing import NamedTuple
 import pytest
 
 import deploy.config
-from deploy.compose import link_overrides, max_items_per_prompt, media_limits, mel_device, video_options
+from deploy.compose import link_overrides, max_items_per_prompt, media_limits, mel_device, tenants, video_options
 from deploy.config import ClusterConfig, check_config, load_config, parse_bytes
 from encoder_pool.encoder_config import DEFAULT_LIMITS
 from fabric.contracts import ConfigError
 from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from router.planning import LinkClass, LinkOverride, MemberSelector
-from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, Tenant
 
 
 def problems(text: str) -> list[str]:
@@ -60,6 +60,41 @@ def test_links_are_overridden_by_pairs_of_selectors() -> None:
         ),
         LinkOverride(MemberSelector(), MemberSelector(), LinkClass.TCP),
     )
+
+
+DIGEST = "ab" * 32
+
+
+def test_tenants_reach_the_router() -> None:
+    shop_keys = f"api_key_digests: [{DIGEST}], weight: 2, max_bodies_bytes: 1MiB, cache_salt: s"
+    config, found = check_config(f"tenants: {{shop: {{{shop_keys}}}, public: {{}}}}")
+    assert found == []
+    assert config is not None
+    shop = Tenant("shop", (DIGEST,), weight=2.0, max_bodies_bytes=2**20, cache_salt="s")
+    assert tenants(config) == (shop, Tenant("public"))
+    assert tenants(ClusterConfig()) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("tenants: {a: {}, b: {}}", "the tenants a, b have no api_key_digests"),
+        (
+            f"tenants: {{a: {{api_key_digests: [{DIGEST}]}}, b: {{api_key_digests: [{DIGEST}]}}}}",
+            "two tenants have the same digest",
+        ),
+        (
+            f"tenants: {{anonymous: {{api_key_digests: [{DIGEST}]}}}}",
+            "the tenant anonymous sends requests without a key",
+        ),
+        ("tenants: {a: {wieght: 2}}", "tenants.a.wieght: the key is unknown; did you mean weight?"),
+        ("tenants: {a: {api_key_digests: [sk-secret]}}", "tenants.a.api_key_digests.0"),
+        ("tenants: {a: {weight: 0}}", "tenants.a.weight"),
+    ],
+)
+def test_problems_of_tenants_are_named(text: str, expected: str) -> None:
+    (problem,) = problems(text)
+    assert expected in problem
 
 
 def test_shipped_configs_are_sound() -> None:

@@ -41,7 +41,8 @@ CONFIG_KEYS = list(config_keys())
 
 def test_every_key_of_the_config_is_listed_once() -> None:
     listed = [key.path for key in CONFIG_KEYS]
-    assert [path for path in listed if "[]" not in path] == list(paths(ClusterConfig().model_dump()))
+    a_tenant = ClusterConfig.model_validate({"tenants": {"NAME": {}}})
+    assert [path for path in listed if "[]" not in path] == list(paths(a_tenant.model_dump()))
     ends = [f"router.links[].{end}.{key}" for end in ("from", "to") for key in ("member", "host", "kind", "labels")]
     assert [path for path in listed if "[]" in path] == [*ends, "router.links[].class"]
     table = reference_tables.configuration()
