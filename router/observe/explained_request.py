@@ -225,7 +225,8 @@ class StageTime(NamedTuple):
 
 def worker_stages(plan: RoutePlan, result: GenerateResult) -> list[StageTime]:
     """Compares the stages of the worker. `prefill` contains the step that gives the first token, because a step cannot
-    be divided; `first_token` lasts from the receipt of the request to its first token. There are none if the attempt
+    be divided; `first_token` lasts from the receipt of the request to its first token, so the request's way to the
+    worker and the token's way back are no part of it. There are none if the attempt
     failed, or if another worker answered than was planned."""
     if result.error is not None or result.worker_id != plan.worker_id:
         return []
@@ -242,11 +243,13 @@ def item_stages(plan: RoutePlan, result: EncodeResult) -> list[StageTime]:
     """Compares the stages of the encoder, for each item that was encoded where the plan wanted it. A feature that the
     encoder had cached took none of these stages.
 
-    `decode` lasts from the receipt of the call until the item is decoded, with the queue for a decoder. `ready` lasts
-    from the receipt until the item's first forward pass begins, and `encode` from there until its last one ends.
-    Without events, `decode` and `encode` are what the encoder worked on the item, and `ready` is not known."""
+    `decode_wait`, `decode`, `device_prepare` and `encode` are the encoder's own measurements. `ready` lasts from the
+    receipt until the item's first forward pass begins, and is known if the encoder's events say when that was."""
     index_to_terms = {terms.item_index: terms for terms in plan.explanation.winner.items}
-    item_to_pass, item_to_decoded_s = _work_of_items(result.trace)
+    item_to_pass_s: dict[object, float] = {}
+    for event in result.trace:
+        if event.name == "unit_encoded":
+            item_to_pass_s.setdefault(event.detail.get("item"), began_s(event))
     received_s = next((event.at_s for event in result.trace if event.name == "received"), None)
     stages: list[StageTime] = []
     for item in result.items:
@@ -255,33 +258,16 @@ def item_stages(plan: RoutePlan, result: EncodeResult) -> list[StageTime]:
             continue
         if terms.is_cached or times.is_cache_hit:
             continue
-        decode_s, encode_s = times.decode_s + times.preprocess_s - times.device_prepare_s, times.encode_s
-        if received_s is not None and index in item_to_decoded_s:
-            decode_s = item_to_decoded_s[index] - received_s
-        compared = [("decode", terms.decode_wait_s + terms.decode_s, decode_s)]
+        decode_s = times.decode_s + times.preprocess_s - times.device_prepare_s
+        compared = [("decode_wait", terms.decode_wait_s, times.decode_wait_s), ("decode", terms.decode_s, decode_s)]
         if terms.device_prepare_s or times.device_prepare_s:
             compared.append(("device_prepare", terms.device_prepare_s, times.device_prepare_s))
-        if received_s is not None and index in item_to_pass:
-            first_s, last_s = item_to_pass[index]
-            encode_s = last_s - first_s
-            compared.append(("ready", terms.landing_s - terms.transfer_s - terms.encode_s, first_s - received_s))
-        compared.append(("encode", terms.encode_s, encode_s))
+        if received_s is not None and index in item_to_pass_s:
+            ready_s = terms.landing_s - terms.transfer_s - terms.encode_s
+            compared.append(("ready", ready_s, item_to_pass_s[index] - received_s))
+        compared.append(("encode", terms.encode_s, times.encode_s))
         stages += [StageTime(*each, member_id=result.encoder_id, item=index) for each in compared]
     return stages
-
-
-def _work_of_items(events: Iterable[TraceEvent]) -> tuple[dict[object, tuple[float, float]], dict[object, float]]:
-    """Returns, for each item, when its first forward pass began and its last one ended, and when it was decoded."""
-    item_to_pass: dict[object, tuple[float, float]] = {}
-    item_to_decoded_s: dict[object, float] = {}
-    for event in events:
-        item = event.detail.get("item")
-        if event.name == "decoded":
-            item_to_decoded_s[item] = event.at_s
-        elif event.name == "unit_encoded":
-            begin_s, end_s = item_to_pass.get(item, (began_s(event), event.at_s))
-            item_to_pass[item] = min(begin_s, began_s(event)), max(end_s, event.at_s)
-    return item_to_pass, item_to_decoded_s
 
 
 def landing_stages(plan: RoutePlan, spans: Iterable[TimeSpan], dispatched_s: float) -> list[StageTime]:

@@ -34,9 +34,9 @@ WORKER_AHEAD_S, ENCODER_AHEAD_S = 5000.0, -70.0
 
 
 def route_plan(attempt: int = 0, planned_at_s: float = 100.5, worker: MemberId = WORKER) -> RoutePlan:
-    item = ItemTerms(0, HASH, ENCODER, False, 0.02, 0.1, 0.2, 0.05, 0.4, 64, 1 << 20, "image", 0.05)
-    winner = CandidateTerms(worker, 0, 40, 0.0, 0.2, 0.3, 0.1, 0.6, (item,))
-    explanation = Explanation(winner, None, 1, 1, 1)
+    item = ItemTerms(0, HASH, ENCODER, False, 0.02, 0.04, 0.06, 0.05, 0.2, 0.05, 0.4, 64, 1 << 20, "image")
+    winner = CandidateTerms(worker, 0, 40, 0.0, 0.2, 0.3, 0.05, 0.6, (item,), delivery_s=0.05)
+    explanation = Explanation(winner, None, 1, 1)
     return RoutePlan(
         attempt_id=AttemptId(RequestId("req-1"), attempt),
         worker_id=worker,
@@ -90,7 +90,7 @@ def generated(events: tuple[TraceEvent, ...], **fields: Any) -> GenerateResult:
 
 
 def encoded(events: tuple[TraceEvent, ...], **times: Any) -> EncodeResult:
-    defaults = {"queue_s": 0.05, "decode_s": 0.06, "preprocess_s": 0.03, "encode_s": 0.19}
+    defaults = {"decode_s": 0.06, "preprocess_s": 0.03, "encode_s": 0.19, "decode_wait_s": 0.02}
     return EncodeResult(ENCODER, (ItemResult(0, StageTimes(**(defaults | times))),), events)
 
 
@@ -266,22 +266,24 @@ def test_stages_compare_what_was_predicted_with_what_was_measured() -> None:
     assert landing_s[0] == 0.4
     assert landing_s[1] == pytest.approx(0.01 + 0.04 + 0.4, abs=uncertainty_s)
     assert stages == {
-        "decode": (0.1, pytest.approx(0.12)),
+        "decode_wait": (0.04, 0.02),
+        "decode": (0.06, pytest.approx(0.09)),
         "device_prepare": (0.05, 0.0),
         "ready": (pytest.approx(0.15), pytest.approx(0.15)),
-        "encode": (0.2, pytest.approx(0.19)),
+        "encode": (0.2, 0.19),
         "transfer": (0.05, pytest.approx(0.05)),
         "queue": (0.0, 0.05),
-        "prefill": (pytest.approx(0.3), 0.25),
+        "prefill": (pytest.approx(0.25), 0.25),
         "held": (0.3, 0.32),
-        "first_token": (0.6, 0.7),
+        "first_token": (pytest.approx(0.55), 0.7),
         "ttft": (0.6, pytest.approx(0.81)),
     }
 
 
 def test_stages_that_were_not_planned_so_are_not_compared() -> None:
     plan, events = route_plan(), encoder_events(0.0)
-    assert {stage.stage for stage in item_stages(plan, encoded(()))} == {"decode", "device_prepare", "encode"}
+    known = {stage.stage for stage in item_stages(plan, encoded(()))}
+    assert known == {"decode_wait", "decode", "device_prepare", "encode"}
     assert item_stages(plan, encoded(events, is_cache_hit=True)) == []
     elsewhere = EncodeResult(MemberId("encoder-1"), encoded(events).items, events)
     assert item_stages(plan, elsewhere) == []
