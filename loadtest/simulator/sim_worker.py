@@ -417,7 +417,8 @@ class SimWorker:
                 opened.num_tokens += num_ended
         self.num_steps += num_ended
         stretch.at_s, stretch.num_steps = ends, stretch.num_steps - num_ended
-        self._reporter.take(Update(stats=self.scheduler.stats()))
+        first_seq, events = self.scheduler.drain_kv_events()
+        self._reporter.take(Update(stats=self.scheduler.stats(), kv_first_seq=first_seq, kv_events=events))
 
     def _draw_many(self, sequence_id: SequenceId, first: int, count: int) -> range:
         opened = self._attempt_to_open.get(sequence_id.attempt_id)
@@ -447,6 +448,8 @@ class SimWorker:
         update.needed.extend(self.scheduler.drain_needed())
         self.scheduler.drain_reads()
         update.stats, update.at_s = self.scheduler.stats(), self._loop.now()
+        # Events are taken before the next step is planned, because planning may evict blocks for that step.
+        update.kv_first_seq, update.kv_events = self.scheduler.drain_kv_events()
         self.max_kv_blocks = max(self.max_kv_blocks, update.stats.kv_blocks_used)
         for released in update.released:
             self.feature_bytes -= self._unit_to_bytes.pop(released.unit, 0)
@@ -525,9 +528,8 @@ class SimWorker:
         return GenerateResult(self.member.member_id, (), num_prompt, 0, error=ErrorInfo.of(error))
 
     def _send_blocks(self) -> None:
-        first_seq, events = self.scheduler.drain_kv_events()
-        if events:
-            self._outlets.broadcast(KvEvents(self.member.member_id, self.member.epoch, first_seq, tuple(events)))
+        if (message := self._reporter.take_kv_events()) is not None:
+            self._outlets.broadcast(message)
 
     def _report_soon(self) -> None:
         if not self._is_report_due:
