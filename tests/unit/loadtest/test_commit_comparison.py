@@ -103,6 +103,7 @@ def test_the_command_line_lists_it() -> None:
         "encoder",
         "memory",
         "scale",
+        "router",
         "costs",
         "cluster",
         "overlap",
