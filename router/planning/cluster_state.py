@@ -392,11 +392,12 @@ class ClusterState:
 
     def _depths(self, scheme_to_hashes: Mapping[KvScheme, bytes]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
         """Returns the leading blocks of a prompt that each worker holds, by slot."""
-        depths = np.zeros(len(self._worker_columns), np.int32)
+        depths, is_known = np.zeros(len(self._worker_columns), np.int32), False
         for scheme, hashes in scheme_to_hashes.items():
             if (prefixes := self._scheme_to_prefixes.get(scheme)) is not None:
-                if not depths.any():
+                if not is_known:
                     prefixes.lookup(hashes, depths)
+                    is_known = True
                 else:
                     others = np.zeros_like(depths)
                     prefixes.lookup(hashes, others)

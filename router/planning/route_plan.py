@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from fabric.contracts import MediaItem, MemberId, MmHash, NoCapacity
 from router.planning.landing_search import NONE, Improved, LandingGoal, LandingProblem, LandingRows
-from router.planning.landings import MAX_TRIALS, improve, land_rows
+from router.planning.landings import improve, land_rows
 from router.planning.member_columns import (
     Bytes,
     EncoderColumns,
@@ -152,8 +152,9 @@ class RouteSearch:
         winner, is_explored, num_near = self._choose(scores)
         best = self._improved(scores, winner)
         terms = self._terms(scores, winner, best)
-        others = self._next_best(scores, winner)
-        alternatives = tuple(self._terms(scores, slot, self._improved(scores, slot, max_trials=0)) for slot in others)
+        alternatives = tuple(
+            self._terms(scores, slot, self._as_landed(scores, slot)) for slot in self._next_best(scores, winner)
+        )
         assigned = {each.item_index for each in terms.items}
         member = workers.members[winner]
         assert member is not None, "a usable slot has a member"
@@ -270,34 +271,44 @@ class RouteSearch:
         usable = [slot for slot in ordered if slot != winner and scores.ttft_s[slot] < np.inf]
         return usable[: self._settings.num_alternatives]
 
-    def _improved(self, scores: WorkerScores, slot: int, max_trials: int = MAX_TRIALS) -> Improved | None:
-        """Returns the encoders for one worker, or None if it lacks nothing."""
+    def _improved(self, scores: WorkerScores, slot: int) -> Improved | None:
+        """Returns the best encoders that are found for one worker, or None if it lacks nothing."""
+        landed, times = scores.landed, scores.times
+        if landed is None:
+            return None
+        least_s = float(times.start_s[slot] + times.own_s[slot])
+        goal = LandingGoal(least_s, float(times.s_per_token[slot]), landed.behind(times, slot))
+        row = landed.row_of_worker[slot]
+        classes, lacks, encoders = landed.classes[row], landed.lacks[row], landed.rows.encoders[row]
+        return improve(landed.problem, classes, lacks, encoders, goal)
+
+    def _as_landed(self, scores: WorkerScores, slot: int) -> Improved | None:
+        """Returns the encoders with which a worker was scored, or None if it lacks nothing."""
         landed = scores.landed
         if landed is None:
             return None
-        row, times = landed.row_of_worker[slot], scores.times
-        behind = landed.media.behind(float(times.covered[slot]), float(times.weighted[slot]))
-        least_s = float(times.start_s[slot] + times.own_s[slot])
-        goal = LandingGoal(least_s, float(times.s_per_token[slot]), behind)
+        row = landed.row_of_worker[slot]
+        goal = LandingGoal(self._end_s(scores, slot), 0.0, landed.media.nothing_behind)
         classes, lacks, encoders = landed.classes[row], landed.lacks[row], landed.rows.encoders[row]
-        return improve(landed.problem, classes, lacks, encoders, goal, max_trials)
+        return improve(landed.problem, classes, lacks, encoders, goal, max_trials=0)
+
+    def _end_s(self, scores: WorkerScores, slot: int) -> float:
+        """Returns the end of the prefill in a worker's score."""
+        return float(scores.ttft_s[slot] - scores.times.last_s[slot] - self._columns.workers.delivery_s[slot])
 
     def _lower_bound_s(self, scores: WorkerScores, slot: int, best: Improved | None) -> float:
         """Returns the time to first token on this worker with every queue empty and the encoders chosen again for that
         case. If the encoders as they were chosen give less, it returns that."""
-        workers = self._columns.workers
+        workers, landed = self._columns.workers, scores.landed
         covered, weighted = float(scores.times.covered[slot]), float(scores.times.weighted[slot])
-        num_tokens = int(self._query.token_count - covered)
-        s_per_token, last_s = idle_pace(workers, slot, num_tokens, weighted)
-        end_s, landed = s_per_token * weighted, scores.landed
+        s_per_token, last_s = idle_pace(workers, slot, int(self._query.token_count - covered), weighted)
+        end_s = s_per_token * weighted
         if landed is not None and best is not None:
-            behind = landed.media.behind(covered, weighted)
             row = slice(landed.row_of_worker[slot], landed.row_of_worker[slot] + 1)
             idle = land_rows(landed.problem.idle(), landed.classes[row], landed.lacks[row])
-            awaited_s = min(
-                float((each + s_per_token * behind).max()) for each in (idle.landings_s[0], best.landings_s)
-            )
-            end_s = max(end_s, awaited_s)
+            behind_s = s_per_token * landed.behind(scores.times, slot)
+            awaited_s = [float(np.maximum.reduce(each + behind_s)) for each in (idle.landings_s[0], best.landings_s)]
+            end_s = max(end_s, min(awaited_s))
         return end_s + last_s + float(workers.delivery_s[slot])
 
     # ------------------------------------------------------------ media
@@ -479,13 +490,9 @@ class LackedMedia(NamedTuple):
     index_to_number: Mapping[int, int]
     """Maps `MediaItem.index` to the number in `items`."""
 
-    def behind(self, covered: float, weighted: float) -> Floats:
-        """Returns, for each unit, the weighted tokens from its first run after `covered` tokens to the end of the
-        prompt. A unit without such a run decides nothing."""
-        found = np.full(int(self.first_unit[-1]), -1e30)
-        is_missing = self.runs.end > covered
-        np.maximum.at(found, self.runs.unit[is_missing], np.minimum(self.runs.behind[is_missing], weighted))
-        return found
+    @property
+    def nothing_behind(self) -> Floats:
+        return np.zeros(int(self.first_unit[-1]))
 
 
 class WorkerLandings(NamedTuple):
@@ -501,6 +508,15 @@ class WorkerLandings(NamedTuple):
     row_of_worker: Ints
     is_possible: Flags
     """Says which workers can get all that they lack. Has shape `(worker slots,)`."""
+
+    def behind(self, times: WorkerTimes, slot: int) -> Floats:
+        """Returns, for each unit, the weighted tokens that a worker computes from the unit's first missing run on. A
+        unit without such a run decides nothing."""
+        runs = self.media.runs
+        found = np.full(int(self.media.first_unit[-1]), -1e30)
+        is_missing = runs.end > times.covered[slot]
+        np.maximum.at(found, runs.unit[is_missing], np.minimum(runs.behind[is_missing], times.weighted[slot]))
+        return found
 
 
 class ScoredPrompt(NamedTuple):

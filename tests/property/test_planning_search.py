@@ -97,7 +97,7 @@ def planned(request: RouteQuery, state: Cluster) -> RoutePlan:
         assume(False)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(queries(), clusters())
 def test_every_item_is_covered_or_goes_to_a_live_encoder_that_has_its_modality(
     request_: RouteQuery, state: Cluster
@@ -118,7 +118,7 @@ def test_every_item_is_covered_or_goes_to_a_live_encoder_that_has_its_modality(
     assert {request_.media[index].mm_hash for index in assigned} == lacked, "what the worker has is never encoded"
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(queries(), clusters())
 def test_no_capacity_exactly_when_no_worker_could_get_all_it_lacks(request_: RouteQuery, state: Cluster) -> None:
     has_encoder = {m: any(m in view.modalities for view in state.encoders) for m in MODALITIES}
@@ -140,7 +140,7 @@ def tolerance_s(plan: RoutePlan, state: Cluster) -> float:
     return state.settings.tolerance * (winner.ttft_s - winner.queue_s)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(queries(), clusters())
 def test_predictions_equal_those_of_the_reference(request_: RouteQuery, state: Cluster) -> None:
     """The reference walks over the prompt of the chosen worker, with the chosen encoders."""
@@ -154,7 +154,7 @@ def test_predictions_equal_those_of_the_reference(request_: RouteQuery, state: C
         assert terms.ttft_s == pytest.approx(expected.ttft_s, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(queries(), clusters())
 def test_no_choice_of_a_worker_and_its_encoders_is_much_better(request_: RouteQuery, state: Cluster) -> None:
     """Compares the plan with every assignment on every worker. It is never worse than the best one with a single
@@ -171,7 +171,7 @@ def test_no_choice_of_a_worker_and_its_encoders_is_much_better(request_: RouteQu
     assert plan.predicted_ttft_s <= single_s * (1 + 1e-9) + slack_s
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=80)
 @given(queries(), clusters())
 def test_without_a_compiler_the_plans_are_the_same(request_: RouteQuery, state: Cluster) -> None:
     plan = planned(request_, state)
@@ -185,7 +185,7 @@ def test_without_a_compiler_the_plans_are_the_same(request_: RouteQuery, state: 
     assert msgspec.to_builtins(other.explanation).keys() == msgspec.to_builtins(plan.explanation).keys()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(queries(), clusters())
 def test_bounds_are_bounds_and_terms_sum_to_the_score(request_: RouteQuery, state: Cluster) -> None:
     plan = planned(request_, state)
@@ -196,7 +196,7 @@ def test_bounds_are_bounds_and_terms_sum_to_the_score(request_: RouteQuery, stat
         assert min(terms.queue_s, terms.prefill_s, terms.held_s, terms.first_token_s, terms.delivery_s) >= 0.0
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(queries(), clusters(), st.integers(0, 5000), st.integers(0, 64), st.integers(0, 100))
 def test_load_on_the_chosen_worker_never_makes_it_look_faster(
     request_: RouteQuery, state: Cluster, tokens: int, decoding: int, blocks: int
@@ -216,7 +216,7 @@ def test_load_on_the_chosen_worker_never_makes_it_look_faster(
     assert again.lower_bound_s == plan.lower_bound_s
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(queries(), clusters(), st.data())
 def test_excluded_members_are_never_chosen(request_: RouteQuery, state: Cluster, data: st.DataObject) -> None:
     everyone = [view.worker_id for view in state.workers] + [view.encoder_id for view in state.encoders]
@@ -226,14 +226,14 @@ def test_excluded_members_are_never_chosen(request_: RouteQuery, state: Cluster,
     assert excluded.isdisjoint(each.encoder_id for each in plan.assignments)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(queries(), clusters())
 def test_plans_are_a_function_of_their_arguments(request_: RouteQuery, state: Cluster) -> None:
     assert planned(request_, state) == planned(request_, state)
     assert msgspec.to_builtins(planned(request_, state).explanation)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(workers, st.integers(1, 2000), st.floats(0.0, 100.0), st.integers(0, 3), st.integers(0, 5000))
 def test_an_unknown_worker_is_never_preferred_to_the_same_one_known_idle(
     spec: WorkerSpec, num_tokens: int, silent_s: float, num_open: int, num_tokens_open: int
@@ -251,7 +251,7 @@ def test_an_unknown_worker_is_never_preferred_to_the_same_one_known_idle(
     assert search.plan().worker_id == idle.worker_id or ttft_s[0] <= ttft_s[1] * 1.02
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(workers, st.integers(1, 2000), st.floats(0.0, 100.0))
 def test_silence_takes_no_more_from_a_queue_than_the_worker_can_have_done(
     spec: WorkerSpec, num_tokens: int, age_s: float
