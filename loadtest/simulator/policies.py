@@ -22,6 +22,7 @@ from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+from msgspec import structs
 
 from fabric.contracts import (
     AttemptId,
@@ -129,13 +130,13 @@ class JointPolicy:
 def with_encoders(plan: RoutePlan, item_to_encoder: Mapping[int, MemberId]) -> RoutePlan:
     """Returns the plan with its items on these encoders. Its predicted times stay as they were."""
     winner = plan.explanation.winner
-    items = tuple(replace(each, encoder_id=item_to_encoder[each.item_index]) for each in winner.items)
+    items = tuple(structs.replace(each, encoder_id=item_to_encoder[each.item_index]) for each in winner.items)
     if items == winner.items:
         return plan
     return replace(
         plan,
         assignments=tuple(each._replace(encoder_id=item_to_encoder[each.item_index]) for each in plan.assignments),
-        explanation=replace(plan.explanation, winner=replace(winner, items=items)),
+        explanation=structs.replace(plan.explanation, winner=structs.replace(winner, items=items)),
     )
 
 

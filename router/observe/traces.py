@@ -308,8 +308,8 @@ def _wall_s(summary: Mapping[str, object]) -> float:
 
 
 def plain(value: object) -> object:
-    """Converts a value to JSON values: dataclasses and named tuples become objects, numbers of numpy become plain ones,
-    and other types become their text."""
+    """Converts a value to JSON values: structs, dataclasses and named tuples become objects, numbers of numpy become
+    plain ones, and other types become their text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -318,6 +318,8 @@ def plain(value: object) -> object:
         return int(value)
     if isinstance(value, Real):
         return float(value)
+    if isinstance(value, msgspec.Struct):
+        return {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
     if isinstance(value, tuple) and hasattr(value, "_asdict"):

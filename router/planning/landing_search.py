@@ -89,6 +89,7 @@ class LandingProblem:
             waits_s=np.zeros_like(self.waits_s),
             decoder_free_s=np.zeros_like(self.decoder_free_s),
             ready_s=np.minimum(self.ready_s, 0.0),
+            first=0,
             kept={},
         )
 

@@ -247,6 +247,26 @@ void land_rows(const Problem *p, int64_t num_rows, const uint8_t *classes, const
   }
 }
 
+/* Writes the landings [units] of the greedy assignment of one row with every queue empty, and with all features complete
+   that are on their way. */
+void land_idle(const Problem *p, const uint8_t *classes, const uint8_t *lacks, double *landings_s) {
+  Problem idle = *p;
+  int64_t num_ready = p->num_items * p->stride, encoders[p->num_items];
+  double *zeros = calloc((size_t)(p->stride + num_ready), sizeof(double)), *ready_s = zeros + p->stride;
+  Offer *offers = malloc(sizeof(Offer) * (size_t)(p->num_items * p->num_encoders + 1));
+  if (zeros && offers) {
+    for (int64_t k = 0; k < num_ready; k++) ready_s[k] = p->ready_s[k] < 0.0 ? p->ready_s[k] : 0.0;
+    idle.num_bins = 1;
+    idle.waits_s = idle.decoder_free_s = zeros;
+    idle.ready_s = ready_s;
+    land_rows(&idle, 1, classes, lacks, 0, offers, encoders, landings_s);
+  } else { /* A bound of nothing is still a bound. */
+    for (int64_t u = 0; u < p->num_units; u++) landings_s[u] = 0.0;
+  }
+  free(zeros);
+  free(offers);
+}
+
 /* A `Goal` is a worker: a unit that lands at t ends the prefill at t + s_per_token * behind[unit] at the earliest. */
 typedef struct {
   double least_s;       /* The prefill ends no earlier, however soon the features land. */

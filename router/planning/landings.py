@@ -28,6 +28,7 @@ from fabric.c_library import load_c_library
 from router.planning import landing_search
 from router.planning.landing_search import (
     Bytes,
+    Floats,
     Improved,
     Ints,
     ItemStage,
@@ -61,6 +62,19 @@ def land_rows(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> LandingR
         address_of(rows.landings_s),
     )
     return rows
+
+
+def land_idle(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> Floats:
+    """Returns the landings of the greedy choice for one row with every queue empty, and with all features complete that
+    are on their way. Has shape `(units,)`."""
+    library = _library()
+    if library is None:
+        found: Floats = landing_search.land_rows(problem.idle(), classes[None, :], lacks[None, :]).landings_s[0]
+        return found
+    landings_s = np.empty(problem.num_units)
+    described = ctypes.byref(_described(problem))
+    library.land_idle(described, address_of(classes), address_of(lacks), address_of(landings_s))
+    return landings_s
 
 
 def improve(
@@ -157,6 +171,8 @@ def _library() -> ctypes.CDLL | None:
         pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
         library.land_rows.argtypes = [pointer, number, pointer, pointer, number, *[pointer] * 3]
         library.land_rows.restype = None
+        library.land_idle.argtypes = [pointer] * 4
+        library.land_idle.restype = None
         library.improve.argtypes = [*[pointer] * 4, seconds, seconds, pointer, number, *[pointer] * 3]
         library.improve.restype = seconds
     return library

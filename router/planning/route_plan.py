@@ -30,7 +30,7 @@ import numpy.typing as npt
 
 from fabric.contracts import MediaItem, MemberId, MmHash, NoCapacity
 from router.planning.landing_search import NONE, Improved, LandingGoal, LandingProblem, LandingRows
-from router.planning.landings import improve, land_rows
+from router.planning.landings import improve, land_idle, land_rows
 from router.planning.member_columns import (
     Bytes,
     EncoderColumns,
@@ -227,19 +227,12 @@ class RouteSearch:
         for number, item in enumerate(media.items):
             for slot in self._hints.worker_kept.get(item.mm_hash, ()):
                 lacks[slot, number] = False
-        pattern = patterns.pattern_of_worker
-        if lacks.all():
-            keys = pattern
-        elif len(media.items) < 40:
-            keys = pattern + (lacks @ (1 << np.arange(len(media.items)))) * len(patterns.classes)
+        if lacks.all():  # The workers differ only in their links.
+            row_of_worker, classes = patterns.pattern_of_worker, patterns.classes
+            lacks_of_row = np.ones((len(classes), len(media.items)), np.uint8)
         else:
-            key_of_row: dict[bytes, int] = {}
-            packed = np.packbits(lacks, axis=1)
-            numbers = [key_of_row.setdefault(row.tobytes(), len(key_of_row)) for row in packed]
-            keys = pattern + len(patterns.classes) * np.array(numbers, np.int64)
-        _, first, row_of_worker = np.unique(keys, return_index=True, return_inverse=True)
-        lacks_of_row = lacks[first].astype(np.uint8)
-        classes = patterns.classes[pattern[first]]
+            row_of_worker, first = _alike(patterns.pattern_of_worker, lacks)
+            classes, lacks_of_row = patterns.classes[patterns.pattern_of_worker[first]], lacks[first].astype(np.uint8)
         rows = land_rows(problem, classes, lacks_of_row)
         is_possible = ~((rows.encoders == NONE) & (lacks_of_row > 0)).any(axis=1)
         return WorkerLandings(media, problem, rows, classes, lacks_of_row, row_of_worker, is_possible[row_of_worker])
@@ -304,10 +297,10 @@ class RouteSearch:
         s_per_token, last_s = idle_pace(workers, slot, int(self._query.token_count - covered), weighted)
         end_s = s_per_token * weighted
         if landed is not None and best is not None:
-            row = slice(landed.row_of_worker[slot], landed.row_of_worker[slot] + 1)
-            idle = land_rows(landed.problem.idle(), landed.classes[row], landed.lacks[row])
+            row = landed.row_of_worker[slot]
+            idle_s = land_idle(landed.problem, landed.classes[row], landed.lacks[row])
             behind_s = s_per_token * landed.behind(scores.times, slot)
-            awaited_s = [float(np.maximum.reduce(each + behind_s)) for each in (idle.landings_s[0], best.landings_s)]
+            awaited_s = [float(np.maximum.reduce(each + behind_s)) for each in (idle_s, best.landings_s)]
             end_s = max(end_s, min(awaited_s))
         return end_s + last_s + float(workers.delivery_s[slot])
 
@@ -461,6 +454,19 @@ class RouteSearch:
                 )
             )
         return tuple(found)
+
+
+def _alike(patterns: Ints, lacks: Flags) -> tuple[Ints, Ints]:
+    """Groups workers of one pattern that lack the same media. Returns the group of each worker, with shape
+    `(worker slots,)`, and the first worker of each group."""
+    if lacks.shape[1] < 40:
+        masks = lacks @ (1 << np.arange(lacks.shape[1]))
+    else:
+        row_to_mask: dict[bytes, int] = {}
+        packed = np.packbits(lacks, axis=1)
+        masks = np.array([row_to_mask.setdefault(row.tobytes(), len(row_to_mask)) for row in packed], np.int64)
+    _, first, group = np.unique(masks * (int(patterns.max()) + 1) + patterns, return_index=True, return_inverse=True)
+    return group, first
 
 
 EXPLORED = 1.25

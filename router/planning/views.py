@@ -2,7 +2,7 @@
 with its `Explanation` comes out.
 
 Times are seconds, costs of media are patches, and lengths are tokens. Types of which many are made per request are
-NamedTuples. The module knows nothing of how a plan is made.
+structs, which are made faster than dataclasses. The module knows nothing of how a plan is made.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from fabric.contracts import AttemptId, KvScheme, MediaItem, MemberId, MmHash, PlaceholderRange
 
@@ -85,8 +87,7 @@ class Assignment(NamedTuple):
     encoder_id: MemberId
 
 
-@dataclass(frozen=True, slots=True)
-class Explanation:
+class Explanation(msgspec.Struct, frozen=True):
     """Explains a plan. `msgspec.to_builtins` turns it into JSON for the trace and the decision table."""
 
     winner: CandidateTerms
@@ -100,8 +101,7 @@ class Explanation:
     """Says that the worker was taken to learn about it, although another one had the better score."""
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateTerms:
+class CandidateTerms(msgspec.Struct, frozen=True):
     """Holds one worker's prediction, with `queue_s + prefill_s + held_s + first_token_s + delivery_s == ttft_s`. In the
     terms that the worker measures, `queue_s` ends when the first step with a part of the request begins, and the steps
     take `prefill_s + first_token_s`."""
@@ -124,8 +124,7 @@ class CandidateTerms:
     """This is the time of the request's way to the worker and of the first token's way to the router."""
 
 
-@dataclass(frozen=True, slots=True)
-class ItemTerms:
+class ItemTerms(msgspec.Struct, frozen=True):
     """Explains one item's landing time. The parts do not add up to it, because an item waits for the device while it is
     decoded, and because the units of a request share encoders and links."""
 
