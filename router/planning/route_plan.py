@@ -150,11 +150,13 @@ class RouteSearch:
         query, workers = self._query, self._columns.workers
         scores = self.score()
         winner, is_explored, num_near = self._choose(scores)
+        others = self._next_best(scores, winner)
         best = self._improved(scores, winner)
+        if best is not None and not is_explored and scores.landed is not None and scores.landed.problem.num_items > 1:
+            winner, best = self._best_improved(scores, winner, best, others)
+            others = self._next_best(scores, winner)
         terms = self._terms(scores, winner, best)
-        alternatives = tuple(
-            self._terms(scores, slot, self._as_landed(scores, slot)) for slot in self._next_best(scores, winner)
-        )
+        alternatives = tuple(self._terms(scores, slot, self._as_landed(scores, slot)) for slot in others)
         assigned = {each.item_index for each in terms.items}
         member = workers.members[winner]
         assert member is not None, "a usable slot has a member"
@@ -274,6 +276,28 @@ class RouteSearch:
         row = landed.row_of_worker[slot]
         classes, lacks, encoders = landed.classes[row], landed.lacks[row], landed.rows.encoders[row]
         return improve(landed.problem, classes, lacks, encoders, goal)
+
+    def _best_improved(
+        self, scores: WorkerScores, winner: int, best: Improved, others: Sequence[int]
+    ) -> tuple[int, Improved]:
+        """Improves the encoders of the next workers too, as far as their links or their lacking media differ: what is
+        gained there may be more. Returns the best worker with its encoders."""
+        landed, times = scores.landed, scores.times
+        assert landed is not None, "the winner lacks media"
+        rows, best_s = {int(landed.row_of_worker[winner])}, self._ttft_s(scores, winner, best)
+        for slot in others:
+            row = int(landed.row_of_worker[slot])
+            least_s = float(times.start_s[slot] + times.own_s[slot] + times.last_s[slot])
+            if row in rows or least_s >= best_s or (improved := self._improved(scores, slot)) is None:
+                continue
+            rows.add(row)
+            if self._ttft_s(scores, slot, improved) < best_s:
+                winner, best, best_s = slot, improved, self._ttft_s(scores, slot, improved)
+        return winner, best
+
+    def _ttft_s(self, scores: WorkerScores, slot: int, best: Improved) -> float:
+        end_s = max(float(scores.times.start_s[slot] + scores.times.own_s[slot]), best.end_s)
+        return end_s + float(scores.times.last_s[slot] + self._columns.workers.delivery_s[slot])
 
     def _as_landed(self, scores: WorkerScores, slot: int) -> Improved | None:
         """Returns the encoders with which a worker was scored, or None if it lacks nothing."""
