@@ -230,6 +230,8 @@ class KvOnlyPolicy(RoundRobinPolicy):
         super().__init__(rng, block_size)
         self._index = PrefixIndex(1 << 20)
         self._worker_to_slot: dict[MemberId, int] = {}
+        self._num_slots = 0
+        """Counts the slots up to the highest that was ever in use."""
         self._worker_to_report: dict[MemberId, WorkerReport] = {}
         self._pending: dict[MemberId, dict[AttemptId, tuple[float, float]]] = {}
         """Holds, for attempts that no report contains yet, their prefill blocks and their prompt blocks."""
@@ -256,11 +258,12 @@ class KvOnlyPolicy(RoundRobinPolicy):
         for worker_id in self._workers.keys() - before:
             slot = min(set(range(len(self._workers))) - set(self._worker_to_slot.values()))
             self._worker_to_slot[worker_id] = slot
+            self._num_slots = max(self._num_slots, slot + 1)
             self._index.add_worker(worker_id, slot)
 
     def plan(self, cluster: ClusterState, query: RouteQuery, now: float) -> RoutePlan:
         (hashes,) = query.scheme_to_hashes.values()
-        overlaps = np.zeros(1 + max(self._worker_to_slot.values(), default=0), dtype=np.int32)
+        overlaps = np.zeros(self._num_slots, dtype=np.int32)
         self._index.lookup(hashes, overlaps)
         worker_to_cost = {
             worker_id: self._cost(worker_id, query, int(overlaps[self._worker_to_slot[worker_id]]))

@@ -391,9 +391,9 @@ class SimCluster:
             self.loop.at(fault.at_s, self._die, member)
         else:
             slowness = member.slowness
-            self.loop.at(fault.at_s, setattr, member, "slowness", slowness * fault.factor)
+            self.loop.at(fault.at_s, member.slow_down, slowness * fault.factor)
             if fault.until_s < float("inf"):
-                self.loop.at(fault.until_s, setattr, member, "slowness", slowness)
+                self.loop.at(fault.until_s, member.slow_down, slowness)
 
     def _die(self, member: SimWorker | SimEncoder) -> None:
         if not member.is_alive:

@@ -116,6 +116,10 @@ class SimEncoder:
         self._seq = 0
         self._flush: asyncio.TimerHandle | None = None
 
+    def slow_down(self, slowness: float) -> None:
+        """Sets the factor on the times of decoding and of forward passes that begin from now on."""
+        self.slowness = slowness
+
     def encode(self, request: EncodeRequest, answer: Callable[[EncodeResult | WeftError], None]) -> None:
         """Takes a call; `answer` gets its result or the error that ended it, once, while the encoder lives."""
         if not self.is_alive:

@@ -303,6 +303,12 @@ class SimWorker:
 
     # ------------------------------------------------------------ turns
 
+    def slow_down(self, slowness: float) -> None:
+        """Sets the factor on the times of the steps that begin from now on."""
+        if self._stretch is not None:
+            self._interrupt()  # The step that runs now ends as it began.
+        self.slowness = slowness
+
     def _post(self, command: Callable[[Update], None]) -> None:
         if not self.is_alive:
             return

@@ -92,9 +92,10 @@ class CostEstimator(Protocol):
         ignored."""
         ...
 
-    def anchor(self, measured: Line, now: float) -> None:
+    def anchor(self, measured: Line, now: float, *, is_fresh: bool = False) -> None:
         """Takes the line that the member itself reports. A slope that is not positive means "not known yet" and is
-        ignored."""
+        ignored. `is_fresh` says that the member has worked since its last report, so that even an equal line was
+        measured again."""
         ...
 
 
@@ -164,10 +165,13 @@ class AgeingCost:
         self._age.renew(now, is_confirmed)
         self._changed(self)
 
-    def anchor(self, measured: Line, now: float) -> None:
-        """Takes the line that the member itself reports. A line that equals the one of its last report is no news and
-        is ignored."""
+    def anchor(self, measured: Line, now: float, *, is_fresh: bool = False) -> None:
+        """Takes the line that the member itself reports. A line that equals the one of its last report is no news,
+        unless the member has measured it again."""
         if measured == self._reported:
+            if is_fresh and self._cost.is_measured:
+                self._age.renew(now, is_confirmed=True)
+                self._changed(self)
             return
         self._reported = measured
         before = self._cost.line
@@ -401,8 +405,9 @@ class ExponentialAverage:
         self._at_s = now
         self._changed(self)
 
-    def anchor(self, measured: Line, now: float) -> None:
-        if measured.per_unit_s <= 0.0 or measured.base_s < 0.0 or (self._is_measured and measured == self._line):
+    def anchor(self, measured: Line, now: float, *, is_fresh: bool = False) -> None:
+        is_known = self._is_measured and measured == self._line and not is_fresh
+        if measured.per_unit_s <= 0.0 or measured.base_s < 0.0 or is_known:
             return
         self._line, self._is_measured, self._at_s = measured, True, now
         self._changed(self)

@@ -32,10 +32,14 @@ class WorkerState:
         self.prefill = prefill
         self.delivery = delivery
         """Costs the request's way to the worker together with the first token's way to the router."""
+        self._num_steps = 0
 
     def take(self, report: WorkerReport, now: float) -> None:
         """Learns from the costs that the worker reports."""
-        self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token), now)
+        num_steps = report.engine.steps
+        line = Line(report.step_overhead_s, report.prefill_s_per_token)
+        self.prefill.anchor(line, now, is_fresh=num_steps != self._num_steps)
+        self._num_steps = num_steps
 
 
 class EncoderState:
