@@ -1,0 +1,48 @@
+"""Checks that the planner's waits at encoders, for all sizes of work at once, are those of the encoder's own rule."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_samples import encoder_member, encoder_report
+
+from fabric.contracts import EMPTY_PROFILE, NUM_BINS, add_work, key_of, wait_s
+from router.planning import predictions
+from router.planning.member_columns import EncoderColumns
+
+NOW_S, STALE_AFTER_S = 100.0, 1e9
+seconds = st.floats(1e-4, 5.0)
+works = st.lists(st.tuples(seconds, seconds, st.sampled_from([0, 0, 0, -1, 1])), max_size=8)
+
+
+@pytest.mark.parametrize("is_native", [True, False])
+@settings(deadline=None, max_examples=150)
+@given(works, seconds, st.floats(0.5, 10.0), st.floats(0.0, 3.0), st.floats(0.0, 1.0), seconds)
+def test_the_wait_at_an_encoder_is_that_of_its_own_rule(
+    is_native: bool,
+    queued: list[tuple[float, float, int]],
+    own_s: float,
+    patience: float,
+    age_s: float,
+    forward_left_s: float,
+    unit_s: float,
+) -> None:
+    profile = [*EMPTY_PROFILE]
+    for work_s, size_s, priority in queued:
+        add_work(profile, work_s, key_of(size_s, patience, 0.0, priority))
+    encoders = EncoderColumns()
+    encoders.add(encoder_member("e"), 0)
+    report = encoder_report(
+        "e", 1, queue_profile=tuple(profile), forward_left_s=forward_left_s, unit_s=unit_s, patience=patience
+    )
+    encoders.take(0, report, NOW_S - age_s)
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_native:
+            patch.setattr(predictions, "_library", lambda: None)
+        waits = predictions.device_waits(encoders, NOW_S, STALE_AFTER_S, 0)
+    num_ahead = 0
+    while num_ahead < NUM_BINS and waits.sizes_s[num_ahead, 0] <= own_s:
+        num_ahead += 1
+    expected_s = wait_s(profile, forward_left_s, key_of(own_s, patience, age_s), age_s, unit_s)
+    assert float(waits.waits_s[num_ahead, 0]) == pytest.approx(expected_s, abs=1e-9)
+    assert np.all(np.diff(waits.waits_s[:, 0]) >= 0.0), "larger work never begins sooner"
