@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,8 @@ NONE = -1
 """Stands for "no encoder" where an array holds slots of encoders."""
 FAR = 1e30
 """No landing is this late; a unit that the worker does not lack lands at its negative."""
+MAX_TURNS = 6
+"""The search begins with orders of items that are turned by up to this number."""
 MAX_DECODERS = 16
 """A router knows of at most this many decode processes per encoder."""
 
@@ -155,17 +158,19 @@ def improve(
     problem: LandingProblem, classes: Bytes, lacks: Bytes, encoders: Ints, goal: LandingGoal, max_trials: int
 ) -> Improved:
     """Does what `landings.improve` does. It climbs from the given assignment, from the best single encoder, and from
-    greedy choices in descending order of cost and in reverse order."""
+    greedy choices in descending order of cost, in reverse order and in order from later items on; then it goes on from
+    the best one with items of all encoders."""
     search = _Search(problem)
     row = _Row(search, classes.tolist(), lacks.tolist())
     climber = _Climber(row, goal.least_s, goal.s_per_token, goal.behind.tolist())
     best, chosen = climber.climb(encoders.tolist(), max_trials // 4)
     numbers = range(problem.num_items)
     descending = sorted(numbers, key=lambda item: -search.cost[item])
+    turns = [[*numbers[turn:], *numbers[:turn]] for turn in range(1, min(problem.num_items - 1, MAX_TURNS) + 1)]
+    orders: list[Sequence[int]] = [descending, numbers[::-1], *turns]
     starts: list[Callable[[], list[int] | None]] = [
         climber.best_single,
-        lambda: row.greedy(descending),
-        lambda: row.greedy(numbers[::-1]),
+        *(partial(row.greedy, each) for each in orders),
     ]
     for start in starts if row.num_lacking > 1 else ():
         if best.unit == NONE or (trial := start()) is None:
@@ -173,6 +178,8 @@ def improve(
         score, trial = climber.climb(trial, max_trials // 4)
         if score[:2] < best[:2]:
             best, chosen = score, trial
+    if row.num_lacking > 1:
+        best, chosen = climber.climb(chosen, max_trials, is_wide=True)
     stages = [ItemStage(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)] * problem.num_items
     landings_s = np.array(row.land(chosen, stages), np.float64)
     return Improved(best.end_s, chosen, landings_s, stages)
@@ -356,15 +363,16 @@ class _Climber:
         self._row, self._search = row, row.search
         self._least_s, self._s_per_token, self._behind = least_s, s_per_token, behind
 
-    def climb(self, encoders: list[int], num_trials: int) -> tuple[_Score, list[int]]:
+    def climb(self, encoders: list[int], num_trials: int, *, is_wide: bool = False) -> tuple[_Score, list[int]]:
         """Moves items off the encoder that decides the end, or swaps them with items of other encoders, while that
-        helps."""
+        helps. With `is_wide` it moves items of all encoders, because what delays the deciding unit may be the link."""
         search, encoders = self._search, encoders[:]
         best = self._judge(encoders)
         while best.unit != NONE and num_trials > 0:
             decider = next(item for item, units in enumerate(search.units) if best.unit in units)
-            full, found, change = encoders[decider], best, None
-            for item in [number for number, encoder in enumerate(encoders) if encoder == full]:
+            found, change = best, None
+            movable = {*encoders} - {NONE} if is_wide else {encoders[decider]}
+            for item in [number for number, encoder in enumerate(encoders) if encoder in movable]:
                 for trial, least_s in self._neighbours(encoders, item):
                     if least_s > found.end_s or num_trials <= 0:
                         continue

@@ -11,6 +11,7 @@
 #define MAX_DECODERS 16
 #define MAX_CLASSES 8
 #define NONE (-1)
+#define MAX_TURNS 6
 #define FAR 1e30
 
 typedef struct {
@@ -295,9 +296,10 @@ static int is_better(Score a, Score b) {
   return a.landings_sum_s < b.landings_sum_s;
 }
 
-/* Moves items off the encoder that decides the end, or swaps them with items of other encoders, while that helps. */
-static Score climb(const Problem *p, const Row *row, const Goal *goal, const Offer *offers, int64_t *encoders,
-                   int64_t *trials_left) {
+/* Moves items off the encoder that decides the end, or swaps them with items of other encoders, while that helps. With
+   `is_wide` it moves items of all encoders, because what delays the deciding unit may be the link. */
+static Score climb(const Problem *p, const Row *row, const Goal *goal, const Offer *offers, int is_wide,
+                   int64_t *encoders, int64_t *trials_left) {
   double landings_s[p->num_units + 1];
   const Offer *list[p->num_encoders];
   land(p, row->classes, encoders, landings_s, 0);
@@ -305,10 +307,11 @@ static Score climb(const Problem *p, const Row *row, const Goal *goal, const Off
   while (best.unit != NONE && *trials_left > 0) {
     int64_t decider = 0, best_item = NONE, best_other = NONE, best_encoder = NONE;
     while (p->first_unit[decider + 1] <= best.unit) decider++;
-    int64_t full = encoders[decider];
+    int64_t deciding = encoders[decider], full, best_full = NONE;
     Score found = best;
     for (int64_t i = 0; i < p->num_items; i++) {
-      if (encoders[i] != full) continue;
+      full = encoders[i];
+      if (full == NONE || (full != deciding && !is_wide)) continue;
       int64_t last = p->first_unit[i + 1] - 1, num = shortlist(p, row, offers + i * p->num_encoders, list);
       for (int64_t c = 0; c < num && *trials_left > 0; c++) {
         int64_t encoder = list[c]->encoder;
@@ -318,7 +321,12 @@ static Score climb(const Problem *p, const Row *row, const Goal *goal, const Off
         encoders[i] = encoder;
         land(p, row->classes, encoders, landings_s, 0);
         Score score = judge(p, goal, landings_s);
-        if (is_better(score, found)) { found = score; best_item = i; best_other = NONE; best_encoder = encoder; }
+        if (is_better(score, found)) {
+          found = score;
+          best_item = i;
+          best_other = NONE;
+          best_encoder = encoder;
+        }
         --*trials_left;
       }
       encoders[i] = full;
@@ -331,7 +339,13 @@ static Score climb(const Problem *p, const Row *row, const Goal *goal, const Off
         encoders[k] = full;
         land(p, row->classes, encoders, landings_s, 0);
         Score score = judge(p, goal, landings_s);
-        if (is_better(score, found)) { found = score; best_item = i; best_other = k; best_encoder = other; }
+        if (is_better(score, found)) {
+          found = score;
+          best_item = i;
+          best_other = k;
+          best_encoder = other;
+          best_full = full;
+        }
         encoders[i] = full;
         encoders[k] = other;
         --*trials_left;
@@ -339,7 +353,7 @@ static Score climb(const Problem *p, const Row *row, const Goal *goal, const Off
     }
     if (best_item == NONE) break;
     encoders[best_item] = best_encoder;
-    if (best_other != NONE) encoders[best_other] = full;
+    if (best_other != NONE) encoders[best_other] = best_full;
     best = found;
   }
   return best;
@@ -369,30 +383,38 @@ static Score choose_single(const Problem *p, const Row *row, const Goal *goal, c
 }
 
 /* Improves the assignment of one row for one worker. It climbs from the given assignment, from the best single encoder,
-   and from greedy choices in descending order of cost and in reverse order, and returns the end of the best one. Writes
-   its assignment, landings [units] and terms [items][6]. */
+   and from greedy choices in descending order of cost, in reverse order and in order from later items on, goes on from
+   the best one with items of all encoders, and returns its end. Writes its assignment, landings [units] and terms [items][6]. */
 double improve(const Problem *p, const Offer *offers, const uint8_t *classes, const uint8_t *lacks, double least_s,
                double s_per_token, const double *behind, int64_t max_trials, int64_t *encoders, double *landings_s,
                double *terms) {
   const Goal goal = {least_s, s_per_token, behind};
   Row row = make_row(p, classes, lacks);
   int64_t order[p->num_items], trial[p->num_items], trials_left = max_trials / 4, num_lacking = row.quota - 2;
-  Score best = climb(p, &row, &goal, offers, encoders, &trials_left);
-  for (int start = 0; start < 3 && best.unit != NONE && num_lacking > 1; start++) {
+  Score best = climb(p, &row, &goal, offers, 0, encoders, &trials_left);
+  int64_t num_starts = 3 + (p->num_items - 1 < MAX_TURNS ? p->num_items - 1 : MAX_TURNS);
+  for (int64_t start = 0; start < num_starts && best.unit != NONE && num_lacking > 1; start++) {
     if (start == 0) {
       if (choose_single(p, &row, &goal, offers, trial).end_s >= FAR) continue;
     } else {
       for (int64_t i = 0; i < p->num_items; i++) {
         int64_t at = i;
-        if (start == 2) { order[i] = p->num_items - 1 - i; continue; }
+        if (start >= 2) { /* in reverse order, and then in order from each of the first items on */
+          order[i] = start == 2 ? p->num_items - 1 - i : (i + start - 2) % p->num_items;
+          continue;
+        }
         for (; at > 0 && p->cost[order[at - 1]] < p->cost[i]; at--) order[at] = order[at - 1];
         order[at] = i;
       }
       choose_greedily(p, &row, offers, order, trial);
     }
     trials_left = max_trials / 4;
-    Score score = climb(p, &row, &goal, offers, trial, &trials_left);
+    Score score = climb(p, &row, &goal, offers, 0, trial, &trials_left);
     if (is_better(score, best)) { best = score; memcpy(encoders, trial, sizeof(trial)); }
+  }
+  if (num_lacking > 1) {
+    trials_left = max_trials;
+    best = climb(p, &row, &goal, offers, 1, encoders, &trials_left);
   }
   land(p, classes, encoders, landings_s, terms);
   return best.end_s;
