@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from msgspec import structs
 from worker_tiny_model import HEAD_DIM, HIDDEN, NUM_KV_HEADS, NUM_LAYERS, VOCAB, TinyModel
 
 from fabric.contracts import (
@@ -132,6 +133,7 @@ class QueueWorld:
         self.cluster = ClusterState(SHAPE, self.config.block_size, random.Random(1))
         self.cluster.update_members([Member(WORKER, "worker", "local://worker", "h", 0)])
         self._reported_at_s = 0.0
+        self._received: list[AttemptId] = []
         self._num_requests = 0
 
     def serve(self, load: Sequence[tuple[float, int, int]]) -> list[Served]:
@@ -188,6 +190,7 @@ class QueueWorld:
     def _ended(self, update: Update) -> dict[RequestId, SequenceTimes]:
         """Sends reports when the service would: on arrivals and ends, and at intervals."""
         self.reporter.take(update)
+        self._received += [attempt_id for attempt_id, _ in update.admitted]
         finished = update.events.finished if update.events is not None else ()
         is_due = self.clock.now() - self._reported_at_s >= self.config.report_interval_s
         if update.admitted or finished or is_due:
@@ -197,5 +200,8 @@ class QueueWorld:
         return {one.sequence_id.request_id: one.times for one in finished}
 
     def _report(self) -> None:
+        """Sends a report that acknowledges what the worker has received since the last one, as its service does."""
         self._reported_at_s = self.clock.now()
-        self.cluster.apply(self.reporter.report(), self._reported_at_s)
+        report = structs.replace(self.reporter.report(), acknowledged=tuple(self._received))
+        self._received.clear()
+        self.cluster.apply(report, self._reported_at_s)
