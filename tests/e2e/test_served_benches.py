@@ -14,13 +14,13 @@ from deploy.testing import in_process_cluster
 from loadtest.benches.bench_result import BenchResult
 from loadtest.benches.served import isolation_bench, overlap_bench, prediction_bench
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, send_each
-from loadtest.benches.served.timed_cluster import StageWaits, cluster_config
+from loadtest.benches.served.timed_cluster import TimedStages, cluster_config
 from loadtest.benches.synthetic import qwen2_5_vl_small
 
 pytestmark = pytest.mark.torch
 
 HIDDEN_SIZE = 256
-STAGES = StageWaits(pass_s=0.005, s_per_patch=0.0002, step_s=0.005, s_per_token=0.0002, s_per_decode=0.001)
+STAGES = TimedStages(pass_s=0.005, s_per_patch=0.0002, step_s=0.005, s_per_token=0.0002, s_per_decode=0.001)
 
 
 @pytest.fixture(scope="module")
