@@ -58,7 +58,7 @@ def nothing_is_left(cluster: ClusterProcess) -> Iterator[None]:
     """Checks that everything that the cluster has at the start of the block is gone at its end, and that the command's
     status is 0."""
     tree = psutil.Process(cluster.process.pid).children(recursive=True)
-    assert len(tree) > 1
+    assert tree
     assert any(cluster.temp_dir.iterdir())
     before = shared_memory_files()
     yield
@@ -175,7 +175,7 @@ def test_a_second_signal_ends_at_once(in_process: bool) -> None:
 def test_a_signal_while_it_starts_ends_the_start(in_process: bool) -> None:
     with launched(in_process, workers={"replicas": 1}) as starting:
         root = psutil.Process(starting.process.pid)
-        eventually(lambda: len(root.children(recursive=True)) > 1)
+        eventually(lambda: root.children(recursive=True) and any(starting.temp_dir.iterdir()))
         with nothing_is_left(starting):
             starting.process.send_signal(signal.SIGTERM)
         assert starting.process.returncode == 0
