@@ -1,6 +1,6 @@
 """Decides where a request goes, and why. Nothing in this folder has a clock, a socket or a random source of its own.
 
-`views` defines what the planner is asked and answers, and `route_plan` makes the choice. It compares times:
+`plan_types` defines what the planner is asked and answers, and `route_plan` makes the choice. It compares times:
 `predictions` says when workers and encoders begin, and `landings` when the features of media land, with the encoders
 chosen for that. Both are computed in C; `vector_predictions` and `landing_search` compute the same for machines without
 a compiler. What they read of the members is in the columns of `member_columns`.
@@ -24,8 +24,8 @@ from router.planning.landing_search import LandingGoal, LandingProblem
 from router.planning.landings import improve, land_rows
 from router.planning.link_classes import LinkClass, LinkOverride, MemberSelector
 from router.planning.member_costs import CostDefaults
+from router.planning.plan_types import Line, RoutePlan, RouteQuery
 from router.planning.saved_costs import SavedCosts, decode_costs, encode_costs
-from router.planning.views import Line, RoutePlan, RouteQuery
 
 __all__ = [
     "BATCH_HEADROOM",

@@ -40,9 +40,9 @@ from router.planning.link_classes import LinkOverride, LinkPlace
 from router.planning.member_columns import EncoderColumns, Floats, LinkPatterns, WorkerColumns
 from router.planning.member_costs import CostDefaults
 from router.planning.member_state import EncoderShare, EncoderState, InFlight, WorkerShare, WorkerState
+from router.planning.plan_types import ItemTerms, RoutePlan, RouteQuery
 from router.planning.route_plan import Chance, ClusterColumns, PlanSettings, QueryHints, plan_encoding, plan_route
 from router.planning.saved_costs import SavedCosts
-from router.planning.views import ItemTerms, RoutePlan, RouteQuery
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
 

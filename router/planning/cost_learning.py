@@ -43,8 +43,8 @@ from router.planning.member_costs import (
     ExponentialAverage,
 )
 from router.planning.member_state import EncoderState, WorkerState
+from router.planning.plan_types import ItemTerms, Line, RoutePlan
 from router.planning.saved_costs import CostKey, SavedCosts, SeenLine
-from router.planning.views import ItemTerms, Line, RoutePlan
 
 WORKER_STAGES = ("prefill", "delivery")
 """Names the stages of a worker, in the order of `BelievedCosts.workers`: its prefill, whose base is the overhead of a

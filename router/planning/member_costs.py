@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 from fabric.contracts import EncoderReport, corrected
 from router.planning.link_classes import LinkClass
-from router.planning.views import EncoderCosts, Line
+from router.planning.plan_types import EncoderCosts, Line
 
 
 class CostDefaults(NamedTuple):

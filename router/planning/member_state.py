@@ -20,7 +20,7 @@ import numpy as np
 from fabric.contracts import KV_HASH_BYTES, AttemptId, EncoderReport, KvScheme, Member, MemberId, MmHash, WorkerReport
 from router.planning.member_columns import EncoderColumns, Floats, WorkerColumns
 from router.planning.member_costs import CostEstimator, EncoderCost
-from router.planning.views import Line
+from router.planning.plan_types import Line
 
 # ------------------------------------------------------------ one member
 

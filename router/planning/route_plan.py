@@ -41,9 +41,9 @@ from router.planning.member_columns import (
     decoder_waits_s,
     idle_pace,
 )
+from router.planning.plan_types import Assignment, CandidateTerms, Explanation, ItemTerms, RoutePlan, RouteQuery
 from router.planning.predictions import await_landings, device_waits, worker_times
 from router.planning.vector_predictions import MediaRuns, RequestSize, WorkerTimes
-from router.planning.views import Assignment, CandidateTerms, Explanation, ItemTerms, RoutePlan, RouteQuery
 
 Ints = npt.NDArray[np.int64]
 

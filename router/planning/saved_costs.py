@@ -17,7 +17,7 @@ import msgspec
 
 from router.planning.link_classes import LinkClass
 from router.planning.member_costs import Estimate
-from router.planning.views import Line
+from router.planning.plan_types import Line
 
 FORMAT = "weft learned costs"
 VERSION = 1

@@ -22,8 +22,8 @@ from planning_samples import (
 from fabric.contracts import MediaItem, MmHash, NoCapacity
 from router.planning import RoutePlan, RouteQuery, landings, predictions
 from router.planning.link_classes import LinkClass
+from router.planning.plan_types import EncoderCosts, Line
 from router.planning.route_plan import PlanSettings
-from router.planning.views import EncoderCosts, Line
 
 HOSTS = ["h-0", "h-0/p", "h-1", "h-2/p"]
 MODALITIES = ["image", "audio"]

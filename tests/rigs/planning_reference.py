@@ -13,7 +13,7 @@ from planning_samples import BLOCK_SIZE, Cluster, EncoderSpec, WorkerSpec, encod
 from fabric.contracts import MediaItem, weighted_tokens
 from router.planning import RouteQuery
 from router.planning.link_classes import LinkRules
-from router.planning.views import Line
+from router.planning.plan_types import Line
 
 # ------------------------------------------------------------ when a worker begins
 

@@ -37,7 +37,7 @@ from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_reports import WorkerReporter
 from modalities.family import ModelShape, Positions
 from router.planning import ClusterState, RouteQuery
-from router.planning.views import CandidateTerms
+from router.planning.plan_types import CandidateTerms
 
 WORKER = MemberId("worker")
 SHAPE = ModelShape(

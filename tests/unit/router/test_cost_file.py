@@ -9,8 +9,8 @@ import pytest
 
 from router.cost_file import MAX_BYTES, CostFile
 from router.planning import LinkClass, SavedCosts
+from router.planning.plan_types import Line
 from router.planning.saved_costs import CostKey, SeenLine
-from router.planning.views import Line
 
 NOW_S = 1.79e9
 ONE, OTHER = CostKey("worker", "cpu", "", "prefill"), CostKey("encoder", "cpu", "image", "decode")

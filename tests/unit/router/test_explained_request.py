@@ -25,7 +25,7 @@ from fabric.contracts import (
 from router.observe import RequestTrace, item_stages, modality_class, worker_stages
 from router.observe.explained_request import MemberAnswer, host_clocks
 from router.planning import RoutePlan
-from router.planning.views import Assignment, CandidateTerms, Explanation, ItemTerms
+from router.planning.plan_types import Assignment, CandidateTerms, Explanation, ItemTerms
 
 ROUTER, WORKER, ENCODER = MemberId("router-0"), MemberId("worker-0"), MemberId("encoder-0")
 HASH = MmHash("ab" * 16)

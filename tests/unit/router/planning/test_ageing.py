@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.planning.member_costs import HALF_LIFE_S, MAX_HALF_LIFE_S, Age, AgeingCost, Estimate, believed, common_line
-from router.planning.views import Line
+from router.planning.plan_types import Line
 
 FAST, SLOW = Line(0.01, 1e-3), Line(0.03, 3e-3)
 costs = st.floats(1e-7, 10.0)

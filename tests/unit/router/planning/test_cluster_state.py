@@ -49,7 +49,7 @@ from fabric.contracts import (
 from router.planning import ClusterState, PlannerSettings, RoutePlan, RouteQuery
 from router.planning.link_classes import LinkClass
 from router.planning.member_columns import MAX_SILENCE_S
-from router.planning.views import Line
+from router.planning.plan_types import Line
 
 
 def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:

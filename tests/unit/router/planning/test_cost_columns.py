@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from router.planning.cost_columns import CostColumns
 from router.planning.member_costs import ZERO, AgeingCost, CostEstimator, ExponentialAverage, believed, common_line
-from router.planning.views import Line
+from router.planning.plan_types import Line
 
 coefficients = st.floats(1e-6, 10.0)
 times = st.floats(0.0, 200.0)

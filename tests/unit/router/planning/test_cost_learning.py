@@ -13,8 +13,8 @@ from fabric.contracts import EncodeCost, Member, MemberPlace, PullTime, PullWind
 from router.planning.cost_learning import REFRESH_CHANGED_S, REFRESH_S, WORKER_STAGES, EstimatorName, Learning, LinkCost
 from router.planning.link_classes import LINK_CLASSES, LinkClass
 from router.planning.member_costs import GENERAL, ZERO, CostDefaults, believed, common_line
+from router.planning.plan_types import Line
 from router.planning.saved_costs import CostKey, SavedCosts, SeenLine, decode_costs, encode_costs
-from router.planning.views import Line
 
 TRUTH = Line(4e-4, 1 / 8e9)
 MIB = 2**20

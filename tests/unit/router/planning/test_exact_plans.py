@@ -59,7 +59,7 @@ from router.planning.member_costs import (
     believed,
 )
 from router.planning.member_state import Freshness
-from router.planning.views import EncoderCosts, ItemTerms, Line
+from router.planning.plan_types import EncoderCosts, ItemTerms, Line
 
 NOTHING = (0.0,) * 5
 HEARD = frozenset({"audio"})

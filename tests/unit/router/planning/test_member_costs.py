@@ -20,7 +20,7 @@ from router.planning.member_costs import (
     LinearCost,
     StageEstimates,
 )
-from router.planning.views import EncoderCosts, Line
+from router.planning.plan_types import EncoderCosts, Line
 
 TRUTH = Line(0.02, 3e-4)
 

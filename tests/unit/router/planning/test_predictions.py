@@ -7,8 +7,8 @@ import pytest
 from planning_samples import BLOCK_SIZE, PREFILL, WorkerSpec, snapshot, worker
 
 from router.planning.member_columns import idle_pace
+from router.planning.plan_types import Line
 from router.planning.predictions import RequestSize, worker_times
-from router.planning.views import Line
 
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}

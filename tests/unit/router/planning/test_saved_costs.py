@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.planning.link_classes import LinkClass
+from router.planning.plan_types import Line
 from router.planning.saved_costs import (
     MAX_AGE_S,
     SAVED_HALF_LIFE_S,
@@ -16,7 +17,6 @@ from router.planning.saved_costs import (
     decode_costs,
     encode_costs,
 )
-from router.planning.views import Line
 
 NOW_S = 1.79e9
 KEY = CostKey("encoder", "NVIDIA H100", "image", "decode")

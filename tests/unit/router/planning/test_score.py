@@ -27,7 +27,7 @@ from planning_samples import (
 from fabric.contracts import MediaItem, NoCapacity
 from router.planning import RoutePlan, RouteQuery
 from router.planning.link_classes import LinkClass
-from router.planning.views import EncoderCosts, Line
+from router.planning.plan_types import EncoderCosts, Line
 
 ENCODE_S = DECODE.base_s + ENCODE.at(256)
 TRANSFER_S = LINK.at(64 * ROW_BYTES)
