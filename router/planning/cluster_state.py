@@ -288,8 +288,15 @@ class ClusterState:
             age_s = now - float(encoders.report_at_s[slot]) if encoders.is_reported[slot] else 0.0
             key = key_of(seconds, float(encoders.patience[slot]), age_s, priority)
             decode_s = sum(terms.decode_s for terms in own)
-            done = {terms.mm_hash: now + terms.landing_s - terms.transfer_s for terms in own if not terms.is_cached}
+            # A request that waits for another's feature keeps the flight up if the other one is aborted.
+            done: dict[MmHash, float] = {}
+            for terms in own:
+                done.setdefault(terms.mm_hash, now + terms.landing_s - terms.transfer_s)
             self._in_flight.add_encoder(attempt_id, encoder_id, EncoderShare(seconds, key, decode_s, done))
+
+    def note_encoding_ended(self, attempt_id: AttemptId, encoder_id: MemberId) -> None:
+        """Records that the attempt's work on an encoder ended, with or without success. A second call does nothing."""
+        self._in_flight.end_at(attempt_id, encoder_id)
 
     def note_first_token(self, attempt_id: AttemptId) -> None:
         """Records that the attempt's prompt is computed, so the worker's reports contain all its blocks."""

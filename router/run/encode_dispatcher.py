@@ -104,6 +104,9 @@ class EncodeDispatcher:
         """Takes a call that has ended, and sends items that failed but may succeed elsewhere to another encoder. Raises
         the error that ends the attempt."""
         encoder_id, items, host, sent_at_s = self._calls.pop(task)
+        if not any(call.encoder_id == encoder_id for call in self._calls.values()):
+            # A call that failed leaves no work and no feature at the encoder, which other requests might wait for.
+            self._context.cluster.note_encoding_ended(self._dispatch.attempt_id, encoder_id)
         try:
             if task.cancelled():
                 raise EncoderLost(f"the call to {encoder_id} was cancelled")

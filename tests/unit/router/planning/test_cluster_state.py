@@ -168,6 +168,30 @@ def test_requests_with_one_new_picture_share_its_flight() -> None:
     assert route(state, query(image(0), 10, attempt="later"), 1.0).explanation.winner.items[0].load == 256
 
 
+def test_a_flight_lives_on_while_another_request_waits_for_its_feature() -> None:
+    state = cluster_of(num_workers=2, num_encoders=4)
+    first, second = (route(state, query(image(0), 10, attempt=f"r{number}"), 1e-3 * number) for number in range(2))
+    state.note_ended(first.attempt_id)
+    third = route(state, query(image(0), 10, attempt="r2"), 2e-3)
+    assert {plan.assignments for plan in (first, second, third)} == {first.assignments}
+    assert third.explanation.winner.items[0].load == 0
+    for plan in (second, third):
+        state.note_ended(plan.attempt_id)
+    state.check_invariants()
+    assert route(state, query(image(0), 10, attempt="later"), 1.0).explanation.winner.items[0].load == 256
+
+
+def test_an_encoding_that_failed_leaves_no_load_and_no_flight_to_wait_for() -> None:
+    state = cluster_of(num_encoders=2)
+    first = route(state, query(image(0), 10, attempt="r0"), 0.0)
+    (failed,) = (each.encoder_id for each in first.assignments)
+    state.note_encoding_ended(first.attempt_id, failed)
+    state.note_encoding_ended(first.attempt_id, failed)
+    state.check_invariants()
+    assert [seen.queued_s for seen in views_of(state, query(10), 0.0).encoders] == [0.0, 0.0]
+    assert route(state, query(image(0), 10, attempt="r1"), 1.0).explanation.winner.items[0].load == 256
+
+
 def test_requests_with_one_new_prompt_go_to_the_worker_that_computes_it_where_that_is_faster() -> None:
     """Its steps have room for 512 tokens, so the prompt takes many steps, and all but the last are cached in time. The
     others would have to compute the whole prompt behind a queue of their own."""

@@ -157,6 +157,34 @@ async def test_encoder_that_is_lost_hands_its_items_to_another() -> None:
         assert len(cluster.workers[0].requests) == 1
 
 
+async def test_an_encoder_that_refused_a_call_is_free_of_it_at_once() -> None:
+    """Otherwise the planner would take it for loaded, and other requests would wait there for the feature, until the
+    request has its whole answer."""
+    async with fake_cluster(num_encoders=2) as cluster:
+        refusals = iter([Overloaded("the queue of this encoder is full", retry_after_s=0.1)])
+        encode, asked = cluster.pools.encode, []
+
+        async def answer(encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+            asked.append(encoder_id)
+            if (error := next(refusals, None)) is not None:
+                raise error
+            return await encode(encoder_id, request, media)
+
+        cluster.pools.encode = answer
+        for encoder in cluster.encoders:
+            encoder.gate = asyncio.Event()
+        stream = await cluster.service.open(chat([image(1)]))
+        await settled(lambda: len(asked) == 2 and any(encoder.requests for encoder in cluster.encoders))
+        refused, second = asked
+        encoders = cluster.service.cluster.columns(0.0).encoders
+        slots = encoders.member_to_slot
+        assert (encoders.num_open[slots[refused]], encoders.num_open[slots[second]]) == (0, 1)
+        assert encoders.pending_units[slots[refused]] == 0.0
+        for encoder in cluster.encoders:
+            encoder.gate.set()
+        assert (await read(stream))[0] == [expected(cluster)]
+
+
 async def test_last_encoder_lost_ends_the_request() -> None:
     async with fake_cluster() as cluster:
         cluster.encoders[0].failures = [EncoderLost("died")]
