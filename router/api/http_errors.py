@@ -120,7 +120,7 @@ def http_error(error: WeftError, default_retry_after_s: float = 1.0) -> HttpErro
         headers["www-authenticate"] = "Bearer"
     if status in (429, 503):
         wait_s = default_retry_after_s if error.retry_after_s is None else error.retry_after_s
-        headers["retry-after"] = str(min(MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s))))
+        headers["retry-after"] = str(max(1, math.ceil(min(MAX_RETRY_AFTER_S, wait_s))))
     elif status >= 500 and not error.retryable:
         headers["x-should-retry"] = "false"
     return HttpError(status, msgspec.json.encode({"error": error_object(error)}), headers)

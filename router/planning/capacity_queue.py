@@ -217,7 +217,7 @@ class CapacityQueue:
         self._lines: dict[tuple[CapacityNeed, str, bool], _Line] = {}
         self._by_deadline = _Line(self._waiting)
         self._reservation: _Reservation | None = None
-        self.num_waiting_tokens = 0
+        self._line_to_tokens: Counter[tuple[CapacityNeed, str, bool]] = Counter()
         """Counts the prompt tokens of the waiting requests that need room."""
 
     @property
@@ -228,6 +228,18 @@ class CapacityQueue:
     def num_on_the_way(self) -> int:
         return sum(len(group.on_the_way) for group in self._groups.values())
 
+    def num_tokens_ahead(self, newcomer: Waiter, now: float) -> int:
+        """Counts the prompt tokens of the waiting requests that may get room before a request that joins now. Those of
+        the class `batch` are not ahead of an interactive request, and media are not ahead of text."""
+        num_tokens, is_spare = 0, newcomer.standing.is_spare(now)
+        for line, count in self._line_to_tokens.items():
+            head = self._lines[line].first if count else None
+            if head is None or (head.has_media and not newcomer.has_media):
+                continue
+            if is_spare or not head.standing.is_spare(now):
+                num_tokens += count
+        return num_tokens
+
     def join(self, waiter: Waiter) -> None:
         group = self._groups[waiter.has_media]
         # A request behind others that wait for members is released at their pace.
@@ -236,7 +248,7 @@ class CapacityQueue:
             group.max_on_the_way = self._first_on_the_way
         group.num_lacking += waiter.lacks_members
         self._waiting.add(waiter)
-        self.num_waiting_tokens += waiter.num_tokens
+        self._line_to_tokens[waiter.line] += waiter.num_tokens
         if waiter.line not in self._lines:
             self._lines[waiter.line] = _Line(self._waiting)
         self._lines[waiter.line].add((waiter.standing.priority, *waiter.age), waiter)
@@ -315,7 +327,7 @@ class CapacityQueue:
 
     def _drop(self, waiter: Waiter) -> None:
         self._waiting.remove(waiter)
-        self.num_waiting_tokens -= waiter.num_tokens
+        self._line_to_tokens[waiter.line] -= waiter.num_tokens
         self._groups[waiter.has_media].num_lacking -= waiter.lacks_members
         self.shares.end_waiting(waiter.standing.tenant)
         if self._reservation is not None and self._reservation.waiter is waiter:
@@ -324,7 +336,7 @@ class CapacityQueue:
     def _present_lines(self) -> list[_Line]:
         """Returns the lines in which a request waits, and drops those that have become empty."""
         for line in [line for line, waiters in self._lines.items() if waiters.first is None]:
-            del self._lines[line]
+            del self._lines[line], self._line_to_tokens[line]
         return list(self._lines.values())
 
     def _key(self, waiter: Waiter, now: float) -> tuple[bool, float, int, tuple[float, str]]:
@@ -351,7 +363,7 @@ class CapacityQueue:
             if asked[key]:
                 served.append(line)
         survey = self._look(served, now)
-        return self._look(served, now) if self._reserve(survey.roomless, now) else survey
+        return self._look(served, now) if self._reserve(survey, now) else survey
 
     def _look(self, served: list[_Line], now: float) -> _Survey:
         survey = _Survey([], [])
@@ -377,16 +389,18 @@ class CapacityQueue:
         """Returns whether a request waits for blocks that one of the class `batch` must not take before it."""
         return any(not one.standing.is_spare(now) for one in roomless)
 
-    def _reserve(self, roomless: list[Waiter], now: float) -> bool:
+    def _reserve(self, survey: _Survey, now: float) -> bool:
         """Reserves a worker for the oldest request that has waited long for room, unless there is a reservation that
-        still holds. Returns whether it did."""
+        still holds. Gives up one that has ended and that no request uses. Returns whether anything changed."""
         held = self._reservation
-        old = [one for one in roomless if now - one.since_s >= RESERVE_AFTER_S and not one.standing.is_spare(now)]
-        if not old or (held is not None and now < held.ends_s):
+        if held is not None and (now < held.ends_s or held.waiter in survey.ready):
             return False
-        oldest = min(old)
-        nearest = self._room_of(oldest, now).nearest
-        self._reservation = None if nearest is None else _Reservation(oldest, nearest, now + RESERVE_FOR_S)
+        roomless = (one for one in survey.roomless if now - one.since_s >= RESERVE_AFTER_S)
+        oldest = min((one for one in roomless if not one.standing.is_spare(now)), default=None)
+        nearest = None if oldest is None else self._room_of(oldest, now).nearest
+        self._reservation = None
+        if oldest is not None and nearest is not None:
+            self._reservation = _Reservation(oldest, nearest, now + RESERVE_FOR_S)
         return self._reservation != held
 
 

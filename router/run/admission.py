@@ -169,9 +169,9 @@ class Admission:
             each.name: UsageLimits(
                 UsageLimit(each.max_in_flight), UsageLimit(each.max_bodies_bytes), UsageLimit(each.max_prompt_tokens)
             )
-            for each in (*config.tenants, ANONYMOUS)
+            for each in (ANONYMOUS, *config.tenants)  # A configured tenant may have the same name.
         }
-        self._num_with_media = 0
+        self._with_media = UsageLimit(config.max_in_flight - config.max_in_flight // TEXT_SHARE_OF_PLACES)
         self._when_empty: list[Callable[[], None]] = []
         self.is_closed = False
 
@@ -244,16 +244,13 @@ class Admission:
     def enter_media(self) -> None:
         """Counts a request with media; tickets call it. Raises Overloaded if such requests have all the places that are
         not kept for text."""
-        limit = self._router.requests.limit
-        assert limit is not None
-        most = limit - limit // TEXT_SHARE_OF_PLACES
-        if self._num_with_media >= most:
+        if self._with_media.lacks(1):
             message = (
-                f"{self._num_with_media} requests with media are in flight, and this router takes at most {most} of "
-                f"its {limit} requests with media"
+                f"{self._with_media.used} requests with media are in flight, and this router takes at most "
+                f"{self._with_media.limit} of its {self._router.requests.limit} requests with media"
             )
-            raise self._overloaded(message, self._router.requests, 1)
-        self._num_with_media += 1
+            raise self._overloaded(message, self._with_media, 1)
+        self._with_media.take(1)
 
     def give_back(self, ticket: Ticket) -> None:
         """Returns all that a ticket has taken; tickets call it."""
@@ -262,7 +259,8 @@ class Admission:
             budgets.requests.give_back(1, now)
             budgets.bodies.give_back(ticket.num_bytes, now)
             budgets.tokens.give_back(ticket.num_tokens, now)
-        self._num_with_media -= ticket.has_media
+        if ticket.has_media:
+            self._with_media.give_back(1, now)
         self._tell_when_empty()
 
     def _overloaded(self, message: str, budget: UsageLimit, lacking: int) -> Overloaded:

@@ -75,7 +75,7 @@ class Turn:
         waiter = self._waiter(prompt, num_generated)
         if not self._gate.must_wait(waiter, room):
             return
-        self._check_prediction(room, preview)
+        self._check_prediction(waiter, room, preview)
         is_full = room.verdict == "later"
         reason = "no worker has room for the request's KV blocks" if is_full else "other requests are served first"
         if not await self._stand_in_line(waiter, reason) and (is_full or self._is_late()):
@@ -181,10 +181,10 @@ class Turn:
 
     # ------------------------------------------------------------ the deadline
 
-    def _check_prediction(self, room: KvRoom, preview: Preview) -> None:
+    def _check_prediction(self, waiter: Waiter, room: KvRoom, preview: Preview) -> None:
         """Raises DeadlineOutOfReach if the first token of a request that must wait is predicted after its deadline. The
-        prediction contains the time until the requests that wait already, and then this one, have room."""
-        ahead_s = self._gate.wait_ahead_s(room.blocks_per_s, self._context.config.block_size)
+        prediction contains the time until the requests that wait ahead of it, and then this one, have room."""
+        ahead_s = self._gate.wait_ahead_s(waiter, room.blocks_per_s, self._context.config.block_size)
         wait_s = ahead_s + (room.wait_s or 0.0)
         self._trace.add("admission", verdict=room.verdict, nearest=room.nearest, predicted_wait_s=wait_s)
         if self.first_token_by_s is not None:

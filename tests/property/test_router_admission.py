@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from fabric.contracts import MemberId
 from router.planning import CapacityNeed, CapacityQueue, KvRoom, RoomNeed, Standing, TenantShares, Waiter
-from router.planning.capacity_queue import MAX_PASSED_OVER, RESERVE_AFTER_S
+from router.planning.capacity_queue import MAX_PASSED_OVER, RESERVE_AFTER_S, RESERVE_FOR_S
 
 TENANT_TO_WEIGHT = {"a": 1.0, "b": 2.0, "c": 0.5}
 TENANTS = st.sampled_from(sorted(TENANT_TO_WEIGHT))
@@ -292,3 +292,46 @@ def test_a_large_request_reserves_the_worker_that_is_nearest() -> None:
     assert turn is not None
     assert turn.waiter is large
     assert queue.reserved_from(small) == frozenset()
+
+
+def test_a_reservation_ends_when_its_request_can_use_no_worker() -> None:
+    """The request has reserved the only worker, and then its encoder dies: texts must not wait for its deadline."""
+    w0 = MemberId("w0")
+    pools = Pools({w0: 10}, used={w0: 5})
+    queue = CapacityQueue(pools)
+    large = Waiter((1.0, ""), CapacityNeed(IMAGE), 1000.0, room=RoomNeed(8), lacks_members=False)
+    queue.join(large)
+    small = Waiter((2.0, ""), CapacityNeed(), 1000.0, room=RoomNeed(2), lacks_members=False)
+    assert queue.must_wait(small, RESERVE_AFTER_S)
+    assert queue.reserved_from(small) == {w0}
+    pools.has_encoder = False
+    assert not queue.must_wait(small, RESERVE_AFTER_S + RESERVE_FOR_S)
+    assert queue.reserved_from(small) == frozenset()
+    pools.has_encoder = True
+    assert queue.must_wait(small, RESERVE_AFTER_S + RESERVE_FOR_S)
+    pools.used[w0] = 0
+    turn = queue.take(10.0 * RESERVE_FOR_S)
+    assert turn is not None
+    assert turn.waiter is large, "a reservation that ends while there is room is still kept"
+
+
+def test_only_requests_that_go_first_are_ahead() -> None:
+    pools = Pools({MemberId("w0"): 10}, used={MemberId("w0"): 10})
+    queue = CapacityQueue(pools)
+    batch = Standing("", 0, True, ages_at_s=30.0)
+    for number, (need, standing, size) in enumerate(
+        [(CapacityNeed(), batch, 1), (CapacityNeed(IMAGE), Standing(), 2), (CapacityNeed(), Standing(), 4)]
+    ):
+        queue.join(Waiter((float(number), ""), need, 100.0, standing, RoomNeed(size)))
+
+    def ahead(need: CapacityNeed, standing: Standing, now: float = 0.0) -> int:
+        return queue.num_tokens_ahead(Waiter((9.0, ""), need, 100.0, standing, RoomNeed(1)), now)
+
+    assert ahead(CapacityNeed(), Standing()) == 4
+    assert ahead(CapacityNeed(IMAGE), Standing()) == 2 + 4
+    assert ahead(CapacityNeed(), batch) == 1 + 4
+    assert ahead(CapacityNeed(), Standing(), now=30.0) == 1 + 4
+    pools.used.clear()
+    while (turn := queue.take(0.0)) is not None:
+        queue.leave(turn.waiter, has_arrived=True)
+    assert ahead(CapacityNeed(IMAGE), batch) == 0

@@ -430,6 +430,45 @@ def test_prompts_in_flight_have_budgets_and_the_wait_comes_from_what_was_given_b
     assert (limits.prompt_tokens, limits.num_in_flight) == (0, 0)
 
 
+def test_a_tenant_without_a_key_has_its_budgets_though_it_is_called_anonymous() -> None:
+    own = Tenant(ANONYMOUS.name, max_in_flight=1, max_prompt_tokens=10)
+    limits, _ = admission(tenants=(own,))
+    first = limits.admit(own)
+    with pytest.raises(Overloaded, match="of the tenant anonymous are in flight, which may have 1"):
+        limits.admit(own)
+    first.take_tokens(10)
+    first.release()
+    assert limits.num_in_flight == 0
+
+
+def test_the_wait_for_a_place_of_media_comes_from_requests_with_media() -> None:
+    """Texts end all the time, and free none of the places that media may have."""
+    limits, clock = admission(max_in_flight=8)
+    with_media = [limits.admit() for _ in range(7)]
+    for ticket in with_media:
+        ticket.enter_media()
+    for _ in range(100):
+        limits.admit().release()
+    late = limits.admit()
+    with pytest.raises(Overloaded, match="7 requests with media are in flight") as caught:
+        late.enter_media()
+    assert caught.value.retry_after_s == RouterConfig(TINY_MODEL, 1.0, BLOCK).retry_after_s
+    with_media[0].release()
+    late.enter_media()
+    clock.advance(1.0)
+    with_media[1].release()
+    other = limits.admit()
+    other.enter_media()
+    with pytest.raises(Overloaded) as caught:
+        limits.admit().enter_media()
+    assert caught.value.retry_after_s == pytest.approx(10.0 / (1.0 + 2.718281828 ** (-1 / 10)))
+
+
+@pytest.mark.parametrize(("wait_s", "shown"), [(0.0, "1"), (2.1, "3"), (1e9, "60"), (float("inf"), "60")])
+def test_retry_after_is_a_whole_number_of_seconds_whatever_was_predicted(wait_s: float, shown: str) -> None:
+    assert http_error(Overloaded("full", retry_after_s=wait_s)).headers["retry-after"] == shown
+
+
 async def test_a_prompt_beyond_the_budget_is_refused_before_any_member_is_asked() -> None:
     async with fake_cluster(max_prompt_tokens=200) as cluster:
         cluster.workers[0].script.pause_at = 2
