@@ -77,6 +77,7 @@ NAME_TO_WORDS = {
     "total_s": "Total",
     "wait_s": "Wait",
     "delivery_s": "On the way",
+    "released_s": "Prefix released",
     "landing_s": "Landed",
     "num_workers": "Workers",
     "num_scored": "Scored",

@@ -122,6 +122,9 @@ class CandidateTerms(msgspec.Struct, frozen=True):
     items: tuple[ItemTerms, ...]
     delivery_s: float = 0.0
     """This is the time of the request's way to the worker and of the first token's way to the router."""
+    released_s: float = 0.0
+    """This was added to the score in the choice, because the worker's queue is so long that its cached prefix does not
+    bind the request (`PlannerSettings.affinity_limit_s`). It is no part of `ttft_s`."""
 
 
 class ItemTerms(msgspec.Struct, frozen=True):

@@ -219,7 +219,18 @@ class RouteSearch:
         ttft_s = end_s + times.last_s + workers.delivery_s[:num]
         ttft_s[~is_usable] = np.inf
         least_own_s = float((times.own_s + times.last_s)[is_usable].min())
-        return WorkerScores(times, ttft_s, least_own_s, landed)
+        return WorkerScores(times, ttft_s, least_own_s, landed, self._released_s(times))
+
+    def _released_s(self, times: WorkerTimes) -> Floats | None:
+        """Returns what the choice adds to the scores of workers whose queue is too long for a prefix to bind a request
+        to them: the time that the prefix saves there. Returns None if it adds nothing."""
+        is_full = times.queue_s > self._settings.affinity_limit_s
+        if not is_full.any():
+            return None
+        num_tokens, scale = self._query.token_count, self._columns.context_scale_tokens
+        whole = num_tokens * (1.0 + 0.5 * num_tokens / scale)
+        released_s: Floats = is_full * times.s_per_token * (whole - times.weighted)
+        return released_s
 
     def _land(self, held: Floats) -> WorkerLandings:
         """Predicts the landings at all workers."""
@@ -242,12 +253,7 @@ class RouteSearch:
     def _choose(self, scores: WorkerScores) -> tuple[int, bool, int]:
         """Returns the slot of the chosen worker, whether it was chosen to explore, and how many were near-equal."""
         settings, chance, workers = self._settings, self._chance, self._columns.workers
-        choice_s = scores.ttft_s
-        is_full = scores.times.queue_s > settings.affinity_limit_s
-        if is_full.any():  # A prefix binds no request to a worker whose queue is this long.
-            num_tokens, scale = self._query.token_count, self._columns.context_scale_tokens
-            whole = num_tokens * (1.0 + 0.5 * num_tokens / scale)
-            choice_s = choice_s + is_full * scores.times.s_per_token * (whole - scores.times.weighted)
+        choice_s = scores.ttft_s if scores.released_s is None else scores.ttft_s + scores.released_s
         best_s = float(choice_s.min())
         if chance.explore < settings.exploration:
             near = np.flatnonzero(choice_s <= EXPLORED * best_s)
@@ -284,20 +290,22 @@ class RouteSearch:
         gained there may be more. Returns the best worker with its encoders."""
         landed, times = scores.landed, scores.times
         assert landed is not None, "the winner lacks media"
-        rows, best_s = {int(landed.row_of_worker[winner])}, self._ttft_s(scores, winner, best)
+        rows, best_s = {int(landed.row_of_worker[winner])}, self._choice_s(scores, winner, best)
         for slot in others:
             row = int(landed.row_of_worker[slot])
-            least_s = float(times.start_s[slot] + times.own_s[slot] + times.last_s[slot])
+            least_s = float(times.start_s[slot] + times.own_s[slot] + times.last_s[slot]) + scores.released_at(slot)
             if row in rows or least_s >= best_s or (improved := self._improved(scores, slot)) is None:
                 continue
             rows.add(row)
-            if self._ttft_s(scores, slot, improved) < best_s:
-                winner, best, best_s = slot, improved, self._ttft_s(scores, slot, improved)
+            if (choice_s := self._choice_s(scores, slot, improved)) < best_s:
+                winner, best, best_s = slot, improved, choice_s
         return winner, best
 
-    def _ttft_s(self, scores: WorkerScores, slot: int, best: Improved) -> float:
+    def _choice_s(self, scores: WorkerScores, slot: int, best: Improved) -> float:
+        """Returns the time by which the choice compares a worker with these encoders."""
         end_s = max(float(scores.times.start_s[slot] + scores.times.own_s[slot]), best.end_s)
-        return end_s + float(scores.times.last_s[slot] + self._columns.workers.delivery_s[slot])
+        last_s = float(scores.times.last_s[slot] + self._columns.workers.delivery_s[slot])
+        return end_s + last_s + scores.released_at(slot)
 
     def _as_landed(self, scores: WorkerScores, slot: int) -> Improved | None:
         """Returns the encoders with which a worker was scored, or None if it lacks nothing."""
@@ -434,6 +442,7 @@ class RouteSearch:
             ttft_s=end_s + last_s + delivery_s,
             items=items,
             delivery_s=delivery_s,
+            released_s=scores.released_at(slot),
         )
 
     def _item_terms(
@@ -507,6 +516,11 @@ class WorkerScores(NamedTuple):
     """This is the least time of the request's own work on any usable worker."""
     landed: WorkerLandings | None
     """Holds the landings; None if no usable worker lacks an item."""
+    released_s: Floats | None = None
+    """Holds what the choice adds to the scores of workers with long queues; None if it adds nothing."""
+
+    def released_at(self, slot: int) -> float:
+        return 0.0 if self.released_s is None else float(self.released_s[slot])
 
 
 class LackedMedia(NamedTuple):

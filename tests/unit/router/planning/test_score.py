@@ -263,3 +263,29 @@ def test_items_needed_after_all_go_where_they_land_earliest() -> None:
     assert (terms.item_index, terms.encoder_id) == (1, "b")
     (elsewhere,) = plan_encoding(query(10, image(0), image(1), 10, excluded=["b"]), "w", [1], state)
     assert elsewhere.encoder_id == "a"
+
+
+def test_a_prefix_does_not_bind_a_request_to_a_worker_with_a_long_queue() -> None:
+    """The other worker's first token comes later, because it computes the whole prompt; yet the queue is too long to
+    grow further. This holds whether or not the encoders of both are improved."""
+    for media in ((), (image(0), image(1))):
+        request = query(20_000, *media, 100)
+        near_s = prefill_s(12_000)
+        crowded = worker("crowded", covered_blocks=1250, queued_tokens=12_000)
+        made = plan(request, [crowded, worker("idle")])
+        assert made.worker_id == "idle"
+        assert made.explanation.winner.released_s == 0.0
+        (other,) = made.explanation.alternatives
+        assert (other.worker_id, other.covered_tokens) == ("crowded", 20_000)
+        assert near_s < other.ttft_s < made.predicted_ttft_s
+        assert other.released_s == pytest.approx(prefill_s(20_000))
+        short = plan(request, [worker("crowded", covered_blocks=1250, queued_tokens=9_000), worker("idle")])
+        assert (short.worker_id, short.explanation.winner.released_s) == ("crowded", 0.0)
+
+
+def test_the_release_of_a_prefix_holds_if_only_one_of_the_media_is_in_it() -> None:
+    request = query(20_000, image(0), 16, image(1), 100)
+    crowded = worker("crowded", covered_blocks=1255, queued_tokens=12_000)
+    made = plan(request, [crowded, worker("idle")], [encoder("e"), encoder("f")])
+    assert made.worker_id == "idle"
+    assert [each.item_index for each in made.assignments] == [0, 1]
