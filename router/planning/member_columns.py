@@ -356,6 +356,8 @@ class LinkPatterns:
         columns."""
         table = np.zeros((len(workers), capacity), np.uint8)
         table[:, : len(encoders)] = rules.table(encoders, workers)
-        self.classes, pattern = np.unique(table, axis=0, return_inverse=True)
-        self.pattern_of_worker = pattern.reshape(-1).astype(np.int64)
+        row_to_pattern: dict[bytes, int] = {}
+        patterns = [row_to_pattern.setdefault(row.tobytes(), len(row_to_pattern)) for row in table]
+        self.classes = np.frombuffer(b"".join(row_to_pattern), np.uint8).reshape(-1, capacity).copy()
+        self.pattern_of_worker = np.array(patterns, np.int64)
         self.is_stale = False
