@@ -106,6 +106,11 @@ static void *large(size_t size) {
     return memory;
 }
 
+/* Has the system give the pages of a memory now. */
+static void take_pages(void *memory, size_t size) {
+    for (size_t at = 0; at < size; at += 4096) ((volatile char *)memory)[at] = 0;
+}
+
 static size_t entries_size(const Table *t) { return ((size_t)t->max_entries + 1) * sizeof(Entry); }
 
 static size_t buckets_size(const Table *t) { return ((size_t)t->bucket_mask + 1) * sizeof(Bucket); }
@@ -147,7 +152,8 @@ static int grow_members(Table *t, uint32_t words) {
     return 1;
 }
 
-/* Returns a table, or NULL without memory. Pages of memory are taken as entries are used. */
+/* Returns a table, or NULL without memory. The pages of the entries are taken as entries are used. Those of the buckets
+ * are taken here: a few hundred blocks use all of them, and so many pages at once take up to a tenth of a second. */
 Table *ht_new(uint32_t max_entries) {
     Table *t = calloc(1, sizeof *t);
     if (!t) return NULL;
@@ -167,6 +173,7 @@ Table *ht_new(uint32_t max_entries) {
         ht_free(t);
         return NULL;
     }
+    take_pages(t->buckets, buckets_size(t));
     t->sets[0] = (Set){0, 1, 0};
     return t;
 }

@@ -109,6 +109,9 @@ class ClusterState:
         self._scheme_to_prefixes: dict[KvScheme | None, PrefixIndex] = {}
         """Holds an index per scheme that a worker has used; the blocks of workers without a scheme are never looked
         up."""
+        self._spare_prefixes: PrefixIndex | None = PrefixIndex(settings.max_index_blocks)
+        """Holds the index of the first scheme until a worker names that scheme. It is made before the router serves,
+        because a large one takes its memory for up to a tenth of a second."""
         self._features = FeatureIndex(settings.max_index_items)
         self._kept = FeatureIndex(settings.max_index_items)
         """Records which workers keep features after prefill."""
@@ -393,7 +396,8 @@ class ClusterState:
         """Returns the index of the worker's scheme."""
         prefixes = self._scheme_to_prefixes.get(worker.kv_scheme)
         if prefixes is None:
-            prefixes = PrefixIndex(self._settings.max_index_blocks)
+            prefixes = self._spare_prefixes or PrefixIndex(self._settings.max_index_blocks)
+            self._spare_prefixes = None
             self._scheme_to_prefixes[worker.kv_scheme] = prefixes
         return prefixes
 
