@@ -142,6 +142,14 @@ class EngineStats(msgspec.Struct, array_like=True):
     drafts_accepted: Annotated[
         int, counter("weft_worker_drafts_accepted", "Guessed tokens that were right and were sent.")
     ] = 0
+    uncomputed_tokens: Annotated[
+        int,
+        gauge(
+            "weft_worker_uncomputed_tokens",
+            "Tokens of admitted requests for which KV is still to be computed: those of `weft_worker_queued_tokens`, "
+            "and those behind a missing feature.",
+        ),
+    ] = 0
 
 
 class FeatureStats(msgspec.Struct, array_like=True):

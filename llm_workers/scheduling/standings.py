@@ -53,6 +53,9 @@ class Standings:
         """Holds the sequences that could compute something and do not decode."""
         self._num_tokens = self._num_token_contexts = 0
         """Holds the sums over `_open`."""
+        self._behind: dict[Sequence, int] = {}
+        """Holds the tokens behind the doorsteps of sequences that are not held."""
+        self._num_behind = 0
         self._stirred: dict[Sequence, None] = {}
         """Holds the sequences that were refreshed since doorsteps were last noted."""
         self.num_at_doorstep = 0
@@ -65,7 +68,7 @@ class Standings:
     @property
     def backlog(self) -> Backlog:
         weighed = self._num_tokens + self._num_token_contexts / (2.0 * self._context_scale_tokens)
-        return Backlog(self._num_tokens, weighed)
+        return Backlog(self._num_tokens, weighed, self._num_tokens + self._num_behind)
 
     @property
     def is_stirred(self) -> bool:
@@ -85,12 +88,14 @@ class Standings:
         else:
             self.decodes.discard(sequence)
         self.batch.refresh(sequence)
-        opened = None if sequence.is_decoding or self._roster.is_held(sequence) else self._open_of(sequence)
+        is_open = not (sequence.is_decoding or self._roster.is_held(sequence))
+        opened = self._open_of(sequence) if is_open else None
         if opened is None:
             self.prefills.discard(sequence)
         else:
             self.prefills.put(sequence, self._resources.references.is_complete(sequence.sequence_id))
         self._count(sequence, opened)
+        self._count_behind(sequence, self._behind_of(sequence, opened) if is_open else 0)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that has left."""
@@ -99,6 +104,7 @@ class Standings:
         self.batch.discard(sequence)
         self.prefills.discard(sequence)
         self._count(sequence, None)
+        self._count_behind(sequence, 0)
         self._stirred.pop(sequence, None)
         self.num_at_doorstep -= sequence.is_at_doorstep
 
@@ -136,11 +142,16 @@ class Standings:
         for sequence in live:
             opened = None if sequence.is_decoding or self._roster.is_held(sequence) else self._open_of(sequence)
             assert self._open.get(sequence) == opened, f"{sequence.sequence_id}: its open tokens were not refreshed"
+            is_open = not (sequence.is_decoding or self._roster.is_held(sequence))
+            num_behind = self._behind_of(sequence, opened) if is_open else 0
+            assert self._behind.get(sequence, 0) == num_behind, f"{sequence.sequence_id}: tokens behind its doorstep"
             assert (sequence in self.prefills) == (opened is not None)
             assert sequence.is_started or not len(sequence.table), f"{sequence.sequence_id} waits but holds blocks"
         assert self._open.keys() <= set(live), "a sequence that has left is counted"
         sums = [sum(column) for column in zip(*self._open.values(), strict=True)] or [0, 0]
         assert sums == [self._num_tokens, self._num_token_contexts]
+        assert sum(self._behind.values()) == self._num_behind
+        assert self._behind.keys() <= set(live), "a sequence that has left is counted"
         assert self.num_at_doorstep == sum(one.is_at_doorstep for one in live)
 
     def _open_of(self, sequence: Sequence) -> _Open | None:
@@ -148,6 +159,15 @@ class Standings:
         start = sequence.claims_from
         count = self._resources.doorstep(sequence, start, sequence.num_tokens) - start
         return _Open(count, count * (2 * start + count)) if count else None
+
+    def _behind_of(self, sequence: Sequence, opened: _Open | None) -> int:
+        """Counts the tokens that the sequence computes after its open ones, once units have come."""
+        return sequence.num_tokens - sequence.claims_from - (0 if opened is None else opened.num_tokens)
+
+    def _count_behind(self, sequence: Sequence, num_behind: int) -> None:
+        self._num_behind += num_behind - self._behind.pop(sequence, 0)
+        if num_behind:
+            self._behind[sequence] = num_behind
 
     def _count(self, sequence: Sequence, opened: _Open | None) -> None:
         before = self._open.pop(sequence, None)
@@ -167,6 +187,8 @@ class Backlog(NamedTuple):
     num_tokens: int
     weighted_tokens: float
     """Counts the same tokens, weighted by their contexts (`fabric.contracts.learned_cost`)."""
+    num_uncomputed: int
+    """Counts these tokens and those behind missing units."""
 
 
 class _Open(NamedTuple):

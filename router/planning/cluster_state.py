@@ -247,11 +247,10 @@ class ClusterState:
         at_once = None if barred else self._rooms.room_at_once(need, now)
         if at_once is not None:
             return at_once
-        covered = self._depths(need.scheme_to_hashes)[: len(workers)] * workers.block_size[: len(workers)]
-        slots = np.flatnonzero(covered)
-        members = [(workers.members[slot], int(covered[slot])) for slot in slots]
-        worker_to_covered = {member.member_id: num for member, num in members if member is not None}
-        return self._rooms.room(need, worker_to_covered, barred, now)
+        shared = self._shared_tokens(need.scheme_to_hashes)
+        members = [(workers.members[slot], int(shared[slot])) for slot in np.flatnonzero(shared)]
+        worker_to_shared = {member.member_id: num for member, num in members if member is not None}
+        return self._rooms.room(need, worker_to_shared, barred, now)
 
     def next_return_s(self, now: float) -> float | None:
         """Returns when the next exclusion ends, or None if no member is excluded."""
@@ -271,9 +270,6 @@ class ClusterState:
             share = WorkerShare(num_weighted, num_blocks, scheme, hashes)
             self._in_flight.add_worker(query.attempt_id, plan.worker_id, share)
             self._note_promised(plan.worker_id)
-            missing = {terms.item_index for terms in winner.items}
-            doorstep = min((run.offset for run in query.placeholders if run.item in missing), default=query.token_count)
-            self._rooms.hold(query.attempt_id, plan.worker_id, query.token_count - doorstep)
         self.note_encoding(query.attempt_id, winner.items, now, query.priority)
 
     def note_encoding(
@@ -301,13 +297,8 @@ class ClusterState:
         """Records that the attempt's work on an encoder ended, with or without success. A second call does nothing."""
         self._in_flight.end_at(attempt_id, encoder_id)
 
-    def note_first_token(self, attempt_id: AttemptId) -> None:
-        """Records that the attempt's prompt is computed, so the worker's reports contain all its blocks."""
-        self._rooms.release(attempt_id)
-
     def note_ended(self, attempt_id: AttemptId) -> None:
         """Records that the attempt ended, with or without success. A second call does nothing."""
-        self._rooms.release(attempt_id)
         for member_id in self._in_flight.end(attempt_id):
             self._note_promised(member_id)
 
@@ -414,6 +405,17 @@ class ClusterState:
                     prefixes.lookup(hashes, others)
                     depths += others
         return depths
+
+    def _shared_tokens(self, scheme_to_hashes: Mapping[KvScheme, bytes]) -> Floats:
+        """Returns the leading tokens of a prompt, by slot of the worker, that the worker has cached and that an open
+        request of this router begins with too, so that their blocks are in use."""
+        workers = self._worker_columns
+        shared = np.zeros(len(workers))
+        for scheme, hashes in scheme_to_hashes.items():
+            depths = np.zeros(len(workers))
+            if self._in_flight.promised_blocks(scheme, hashes, depths):
+                shared += np.minimum(depths, self._depths({scheme: hashes})) * scheme.block_size
+        return shared
 
     def _places(self, columns: WorkerColumns | EncoderColumns) -> list[LinkPlace]:
         nowhere = LinkPlace("")

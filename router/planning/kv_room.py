@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import AttemptId, KvScheme, MemberId, WorkerReport
+from fabric.contracts import KvScheme, MemberId, WorkerReport
 
 Verdict = Literal["now", "later", "never"]
 BATCH_HEADROOM = 0.125
@@ -38,7 +38,7 @@ class RoomNeed(NamedTuple):
     num_choices: int = 1
     scheme_to_hashes: Mapping[KvScheme, bytes] = MappingProxyType({})
     """Maps each scheme of the workers to the hashes of the prompt's full blocks (`RouteQuery`); blocks that a worker
-    has cached need not be taken."""
+    has cached, and that sequences use, need not be taken."""
     max_unit_bytes: int = 0
     """This is the size of the request's largest feature in an inbox, with its header and padding."""
     headroom: float = 0.0
@@ -60,8 +60,9 @@ class WorkerStocks(NamedTuple):
     """Counts the blocks that a new request could take: free ones, and ones that are only cached, less what was
     dispatched and is not reported yet, and less one block for each sequence that decodes. It is negative where more was
     promised than there is."""
-    covered_blocks: npt.NDArray[np.int64]
-    """Counts the leading blocks of the request that the worker has cached."""
+    shared_blocks: npt.NDArray[np.int64]
+    """Counts the leading blocks of the request that the worker has cached and that its sequences use. Cached blocks
+    that no sequence uses are among the free ones, and the request takes them from there."""
     blocks_per_s: npt.NDArray[np.float64]
     """Holds the rate at which sequences return blocks as they end; it is 0 where it is unknown."""
     inbox_bytes: npt.NDArray[np.int64]
@@ -110,7 +111,7 @@ def kv_room(need: RoomNeed, stocks: WorkerStocks) -> KvRoom:
     if is_too_small.all():
         return KvRoom("never", too_small, max_tokens=max_tokens, max_unit_bytes=max_unit_bytes)
     headroom = np.ceil(need.headroom * total).astype(np.int64)
-    taken = np.maximum(0, need.num_blocks(stocks.block_sizes) - stocks.covered_blocks) + headroom
+    taken = np.maximum(0, need.num_blocks(stocks.block_sizes) - stocks.shared_blocks) + headroom
     # An empty worker takes any request that is not too large for it.
     lacking = np.where(is_sized, np.maximum(0, np.minimum(taken, total) - stocks.free_blocks), 0)
     candidates = np.flatnonzero(~is_too_small & stocks.is_usable)
@@ -164,10 +165,9 @@ class RoomColumns:
         self._stale_after_s = stale_after_s
         self._ids: list[MemberId] = []
         self._id_to_row: dict[MemberId, int] = {}
-        self._ints = np.zeros((FIRST_ROWS, 6), dtype=np.int64)
+        self._ints = np.zeros((FIRST_ROWS, 5), dtype=np.int64)
         """Holds the block size, the blocks in all, the free blocks by the last report, those that were promised since,
-        the bytes of the inbox, and the blocks that are held for tokens behind media."""
-        self._attempt_to_hold: dict[AttemptId, tuple[MemberId, int]] = {}
+        and the bytes of the inbox."""
         self._floats = np.zeros((FIRST_ROWS, 2), dtype=np.float64)
         """Holds the blocks that come back per second, and the time of the last report."""
         self._bounds: _RoomBounds | None = None
@@ -182,7 +182,7 @@ class RoomColumns:
             self._floats = np.concatenate([self._floats, np.zeros_like(self._floats)])
         self._ids.append(worker_id)
         self._id_to_row[worker_id] = row
-        self._ints[row] = (block_size, 0, 0, 0, 0, 0)
+        self._ints[row] = (block_size, 0, 0, 0, 0)
         self._floats[row] = (0.0, np.inf)
         self._bounds = None
 
@@ -195,17 +195,15 @@ class RoomColumns:
         if last_id != worker_id:
             self._ints[row], self._floats[row] = self._ints[len(self._ids)], self._floats[len(self._ids)]
             self._ids[row], self._id_to_row[last_id] = last_id, row
-        for attempt_id in [each for each, (holder, _) in self._attempt_to_hold.items() if holder == worker_id]:
-            del self._attempt_to_hold[attempt_id]
         self._bounds = None
 
     def report(self, report: WorkerReport, now: float) -> None:
-        """Takes a report. The blocks that queued tokens will take count as taken, and so does one block for each
-        sequence that decodes."""
+        """Takes a report. The blocks that the worker's requests will take count as taken, for tokens behind missing
+        media too, and so does one block for each sequence that decodes."""
         row = self._id_to_row[report.worker_id]
         engine, block_size = report.engine, int(self._ints[row, 0])
-        queued_blocks = -(-engine.queued_tokens // block_size)
-        free = engine.kv_blocks_total - engine.kv_blocks_used - queued_blocks - engine.num_decoding
+        coming_blocks = -(-max(engine.uncomputed_tokens, engine.queued_tokens) // block_size)
+        free = engine.kv_blocks_total - engine.kv_blocks_used - coming_blocks - engine.num_decoding
         self._ints[row, 1], self._ints[row, 2] = engine.kv_blocks_total, free
         self._ints[row, 4] = report.features.inbox_bytes_total
         rate = engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0
@@ -220,24 +218,6 @@ class RoomColumns:
             self._ints[row, 3] = -(-num_tokens // int(self._ints[row, 0])) + num_sequences
             self._bounds = None
 
-    def hold(self, attempt_id: AttemptId, worker_id: MemberId, num_tokens: int) -> None:
-        """Holds blocks for the tokens of an attempt from its first missing medium on: the worker can't compute them
-        yet, so its reports count them neither as used nor as queued. `release` ends this, at the first token."""
-        self.release(attempt_id)
-        row = self._id_to_row.get(worker_id)
-        if row is not None and num_tokens > 0:
-            num_blocks = -(-num_tokens // int(self._ints[row, 0]))
-            self._attempt_to_hold[attempt_id] = worker_id, num_blocks
-            self._ints[row, 5] += num_blocks
-            self._bounds = None
-
-    def release(self, attempt_id: AttemptId) -> None:
-        """Ends what `hold` did. A second call does nothing."""
-        worker_id, num_blocks = self._attempt_to_hold.pop(attempt_id, (None, 0))
-        if worker_id is not None:
-            self._ints[self._id_to_row[worker_id], 5] -= num_blocks
-            self._bounds = None
-
     def room_at_once(self, need: RoomNeed, now: float) -> KvRoom | None:
         """Returns the answer about a request for which there is room if nothing of it is cached and every worker may be
         used. It looks at bounds only; None says that it takes a closer look (`room`)."""
@@ -248,36 +228,36 @@ class RoomColumns:
         return ROOM_NOW._replace(blocks_per_s=bounds.blocks_per_s) if 0 < taken <= bounds.max_free else None
 
     def room(
-        self, need: RoomNeed, worker_to_covered: Mapping[MemberId, int], barred: Collection[MemberId], now: float
+        self, need: RoomNeed, worker_to_shared: Mapping[MemberId, int], barred: Collection[MemberId], now: float
     ) -> KvRoom:
-        """Returns whether a worker has room for a request (`kv_room`). `worker_to_covered` maps workers to the tokens
-        of the prompt that they have cached, and those in `barred` may not be used now."""
+        """Returns whether a worker has room for a request (`kv_room`). `worker_to_shared` maps workers to the leading
+        tokens of the prompt whose blocks their sequences use, and those in `barred` may not be used now."""
         if not self._ids:
             return ROOM_NOW
-        row_to_covered = {
+        row_to_shared = {
             row: num_tokens // int(self._ints[row, 0])
-            for worker_id, num_tokens in worker_to_covered.items()
+            for worker_id, num_tokens in worker_to_shared.items()
             if (row := self._id_to_row.get(worker_id)) is not None
         }
         barred_rows = [self._id_to_row[each] for each in barred if each in self._id_to_row]
         bounds = self._bounds_at(now)
         if taken := bounds.taken(need):
-            return self._room_among_equals(bounds, taken, row_to_covered, barred_rows)
+            return self._room_among_equals(bounds, taken, row_to_shared, barred_rows)
         rows = len(self._ids)
-        block_sizes, total, _, _, inbox, _ = self._ints[:rows].T
-        covered = np.zeros(rows, dtype=np.int64)
-        covered[list(row_to_covered)] = list(row_to_covered.values())
+        block_sizes, total, _, _, inbox = self._ints[:rows].T
+        shared = np.zeros(rows, dtype=np.int64)
+        shared[list(row_to_shared)] = list(row_to_shared.values())
         is_usable = np.ones(rows, dtype=np.bool_)
         is_usable[barred_rows] = False
         free, rates = self._free_at(now), self._floats[:rows, 0]
-        return kv_room(need, WorkerStocks(self._ids, block_sizes, total, free, covered, rates, inbox, is_usable))
+        return kv_room(need, WorkerStocks(self._ids, block_sizes, total, free, shared, rates, inbox, is_usable))
 
     def _room_among_equals(
-        self, bounds: _RoomBounds, taken: int, row_to_covered: Mapping[int, int], barred_rows: Sequence[int]
+        self, bounds: _RoomBounds, taken: int, row_to_shared: Mapping[int, int], barred_rows: Sequence[int]
     ) -> KvRoom:
         """Returns what `kv_room` does, for a request that takes `taken` blocks at every worker and fits into each."""
         lacking = taken - bounds.free
-        for row, num_blocks in row_to_covered.items():
+        for row, num_blocks in row_to_shared.items():
             lacking[row] -= min(num_blocks, taken)
         lacking[barred_rows] = np.inf
         nearest = int(lacking.argmin())
@@ -296,9 +276,7 @@ class RoomColumns:
         ints, floats = self._ints[:rows], self._floats[:rows]
         silent_s = now - floats[:, 1]
         given_back = np.where(silent_s > self._stale_after_s, floats[:, 0] * np.maximum(silent_s, 0.0), 0.0)
-        free: npt.NDArray[np.int64] = np.minimum(
-            ints[:, 2] - ints[:, 3] - ints[:, 5] + given_back.astype(np.int64), ints[:, 1]
-        )
+        free: npt.NDArray[np.int64] = np.minimum(ints[:, 2] - ints[:, 3] + given_back.astype(np.int64), ints[:, 1])
         return free
 
     def _bounds_at(self, now: float) -> _RoomBounds:

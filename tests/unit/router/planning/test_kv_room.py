@@ -4,6 +4,7 @@ state."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from planning_samples import BLOCK_SIZE, SCHEME, SHAPE, encoder_member, image, query, worker_member, worker_report
-from scheduling_cases import Bench, request, sequence_id
+from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
 
 from fabric.contracts import (
     BlocksStored,
@@ -40,7 +41,7 @@ def stocks(*rows: tuple[int, int], **columns: list[float]) -> WorkerStocks:
         column("block_sizes", 4, np.int64),
         np.array([total for total, _ in rows], dtype=np.int64),
         np.array([free for _, free in rows], dtype=np.int64),
-        column("covered_blocks", 0, np.int64),
+        column("shared_blocks", 0, np.int64),
         column("blocks_per_s", 0, np.float64),
         column("inbox_bytes", 0, np.int64),
         column("is_usable", 1, np.bool_),
@@ -77,9 +78,31 @@ def test_the_wait_is_predicted_from_the_rate_at_which_blocks_come_back() -> None
     assert kv_room(RoomNeed(23), stocks((10, 6))).wait_s == 0.0
 
 
-def test_cached_blocks_need_not_be_taken() -> None:
-    assert kv_room(RoomNeed(23), stocks((10, 4), covered_blocks=[1])).verdict == "later"
-    assert kv_room(RoomNeed(23), stocks((10, 4), covered_blocks=[2])).verdict == "now"
+def test_shared_blocks_need_not_be_taken() -> None:
+    assert kv_room(RoomNeed(23), stocks((10, 4), shared_blocks=[1])).verdict == "later"
+    assert kv_room(RoomNeed(23), stocks((10, 4), shared_blocks=[2])).verdict == "now"
+
+
+def test_a_worker_takes_blocks_that_are_only_cached_from_the_free_ones() -> None:
+    """The real scheduler has five blocks of the prompt cached, and the sequence that decodes uses four. The request
+    takes seven: the cached ones and two more, but one of these is not there."""
+    bench = Bench(block_size=4, num_blocks=10, max_sequences=8)
+    bench.add(request("was-here", range(100, 120), age=0))
+    bench.step()
+    bench.scheduler.abort(attempt_id("was-here"))
+    bench.add(request("runs", 13, age=1))
+    bench.step()
+    stats = bench.scheduler.stats()
+    assert (stats.kv_blocks_used, stats.num_decoding) == (4, 1)
+    bench.add(request("comes", range(100, 128), age=2))
+    plan = bench.plan()
+    assert sequence_id("comes") not in {chunk.sequence_id for chunk in plan.chunks}
+    state = cluster("w0")
+    state.apply(msgspec.structs.replace(sized("w0"), engine=stats), 1.0)
+    hashes = b"".join(index.to_bytes(16, "little") for index in range(7))
+    state.apply(KvSnapshot(W0, 1, 0, (BlocksStored(None, hashes[: 5 * 16]),)), 1.0)
+    need = RoomNeed(7 * BLOCK_SIZE, scheme_to_hashes={SCHEME: hashes})
+    assert state.room(need, frozenset(), 1.0).verdict == "later"
 
 
 def test_a_feature_that_no_inbox_can_hold_is_refused() -> None:
@@ -114,16 +137,16 @@ def test_the_columns_equal_one_worker_after_another(
 ) -> None:
     """The model looks at one worker at a time, as a worker looks at its own pool."""
     verdicts = []
-    for total, free, covered, block_size in workers:
+    for total, free, shared, block_size in workers:
         prompt = -(-num_tokens // block_size)
         if total and prompt > total:
             verdicts.append("never")
             continue
-        fits = not total or min(max(0, prompt + num_choices - 1 - covered), total) <= free
+        fits = not total or min(max(0, prompt + num_choices - 1 - shared), total) <= free
         verdicts.append("now" if fits else "later")
     columns = stocks(
         *((total, free) for total, free, _, _ in workers),
-        covered_blocks=[row[2] for row in workers],
+        shared_blocks=[row[2] for row in workers],
         block_sizes=[row[3] for row in workers],
     )
     room = kv_room(RoomNeed(num_tokens, 0, num_choices), columns)
@@ -200,27 +223,56 @@ def test_what_was_dispatched_counts_until_a_report_contains_it() -> None:
     assert state.room(blocks(9), frozenset(), 1.1).verdict == "now"
 
 
-def test_tokens_behind_a_missing_medium_are_held_until_the_first_token() -> None:
-    """The report counts the three blocks of text ahead of the picture; the picture and what follows take four more."""
+def test_tokens_behind_a_missing_medium_count_once_until_they_are_computed() -> None:
+    """The request takes three blocks of text ahead of the picture, and four for the picture and what follows."""
     state = cluster("w0")
     state.update_members([worker_member("w0"), encoder_member("e0")])
     state.apply(sized("w0"), 1.0)
     request = query(3 * BLOCK_SIZE, image(0, num_tokens=3 * BLOCK_SIZE), BLOCK_SIZE)
+
+    def has(count: int) -> bool:
+        return state.room(blocks(count), frozenset(), 1.0).verdict == "now"
+
     state.note_dispatched(request, state.plan(request, 1.0), 1.0)
-    state.apply(sized("w0", 2, used=3, acknowledged=(request.attempt_id,)), 1.1)
-    assert state.room(blocks(3), frozenset(), 1.1).verdict == "now"
-    assert state.room(blocks(4), frozenset(), 1.1).verdict == "later"
-    state.note_first_token(request.attempt_id)
-    state.note_first_token(request.attempt_id)
-    assert state.room(blocks(7), frozenset(), 1.1).verdict == "now"
-    state.note_dispatched(request, state.plan(request, 1.2), 1.2)
+    assert (has(2), has(3)) == (True, False), "one block more, because the sequence may take it"
+    waiting = sized("w0", 2, used=3, uncomputed_tokens=4 * BLOCK_SIZE, acknowledged=(request.attempt_id,))
+    state.apply(waiting, 1.1)
+    assert (has(3), has(4)) == (True, False)
+    state.apply(sized("w0", 3, used=3, queued=4 * BLOCK_SIZE, uncomputed_tokens=4 * BLOCK_SIZE), 1.2)
+    assert (has(3), has(4)) == (True, False), "the picture has come"
+    state.apply(sized("w0", 4, used=7, num_decoding=1), 1.3)
+    assert (has(2), has(3)) == (True, False)
     state.note_ended(request.attempt_id)
-    assert state.room(blocks(7), frozenset(), 1.2).verdict == "now"
-    state.note_dispatched(request, state.plan(request, 1.2), 1.2)
-    state.update_members([worker_member("w0", epoch=2), encoder_member("e0")])
-    state.note_ended(request.attempt_id)
-    state.apply(sized("w0", 1, epoch=2), 1.3)
-    assert state.room(blocks(10), frozenset(), 1.3).verdict == "now"
+    state.apply(sized("w0", 5), 1.4)
+    assert has(10)
+
+
+def test_another_routers_request_that_waits_for_a_feature_keeps_its_room() -> None:
+    """The worker's reports say what it still has to compute, whichever router sent it."""
+    bench = Bench(block_size=BLOCK_SIZE, num_blocks=10)
+    bench.add(request("theirs", 7 * BLOCK_SIZE, [("cat", 2 * BLOCK_SIZE, BLOCK_SIZE)]))
+    state, seen = cluster("w0"), []
+
+    def report() -> None:
+        stats = bench.scheduler.stats()
+        seen.append((stats.kv_blocks_used, stats.queued_tokens // BLOCK_SIZE, stats.uncomputed_tokens // BLOCK_SIZE))
+        state.apply(msgspec.structs.replace(sized("w0", len(seen)), engine=stats), 1.0)
+
+    report()
+    assert state.room(blocks(3), frozenset(), 1.0).verdict == "now"
+    assert state.room(blocks(4), frozenset(), 1.0).verdict == "later"
+    bench.step()
+    report()
+    bench.land(unit("cat"))
+    report()
+    assert state.room(blocks(3), frozenset(), 1.0).verdict == "now"
+    assert state.room(blocks(4), frozenset(), 1.0).verdict == "later"
+    bench.step()
+    report()
+    assert seen == [(0, 2, 7), (2, 0, 5), (2, 5, 5), (7, 0, 0)]
+    bench.scheduler.abort(attempt_id("theirs"))
+    report()
+    assert state.room(blocks(10), frozenset(), 1.0).verdict == "now"
 
 
 def test_an_excluded_worker_may_have_room_later() -> None:
@@ -234,15 +286,23 @@ def test_an_excluded_worker_may_have_room_later() -> None:
     assert state.room(blocks(15), frozenset(), 5.0).verdict == "now"
 
 
-def test_cached_blocks_are_found_in_the_index() -> None:
+def test_cached_blocks_count_while_an_open_request_uses_them() -> None:
+    """The worker knows ten blocks of the prompt. While a request that begins with eight of them is open there, these
+    are in use, and the next request takes none for them."""
     state = cluster("w0")
-    state.apply(sized("w0", used=6, residence_s=2.0), 1.0)
-    hashes = tuple(index.to_bytes(16, "little") for index in range(5))
-    need = RoomNeed(6 * BLOCK_SIZE, scheme_to_hashes={SCHEME: b"".join(hashes)})
+    state.apply(sized("w0", total=20, used=12, residence_s=2.0), 1.0)
+    hashes = b"".join(index.to_bytes(16, "little") for index in range(12))
+    need = RoomNeed(12 * BLOCK_SIZE, scheme_to_hashes={SCHEME: hashes})
     room = state.room(need, frozenset(), 1.0)
-    assert (room.verdict, room.wait_s) == ("later", pytest.approx(2 / 3))
-    state.apply(KvSnapshot(W0, 1, 0, (BlocksStored(None, b"".join(hashes[:2])),)), 1.0)
-    assert state.room(need, frozenset(), 1.0).verdict == "now"
+    assert (room.verdict, room.wait_s) == ("later", pytest.approx(4 / 6))
+    state.apply(KvSnapshot(W0, 1, 0, (BlocksStored(None, hashes[: 10 * 16]),)), 1.0)
+    assert state.room(need, frozenset(), 1.0).verdict == "later", "no sequence is known to use them"
+    request = query(8 * BLOCK_SIZE)
+    state.note_dispatched(request, state.plan(request, 1.0), 1.0)
+    state.apply(sized("w0", 2, total=20, used=12, acknowledged=(request.attempt_id,)), 1.1)
+    assert state.room(need, frozenset(), 1.1).verdict == "now"
+    state.note_ended(request.attempt_id)
+    assert state.room(need, frozenset(), 1.1).verdict == "later"
 
 
 def test_workers_with_other_block_sizes_are_counted_in_their_own_blocks() -> None:
@@ -255,11 +315,13 @@ def test_workers_with_other_block_sizes_are_counted_in_their_own_blocks() -> Non
     assert state.room(blocks(11), frozenset(), 1.0).too_small == {W0}
     assert state.room(blocks(20), frozenset(), 1.0).verdict == "now"
     assert state.room(blocks(21), frozenset(), 1.0).verdict == "never"
-    state.apply(sized("w1", 2, used=4), 1.0)
-    hashes = tuple(index.to_bytes(16, "little") for index in range(4))
-    need = RoomNeed(20 * BLOCK_SIZE, scheme_to_hashes={large.kv_scheme: b"".join(hashes)})
+    hashes = b"".join(index.to_bytes(16, "little") for index in range(8))
+    theirs = replace(query(16 * BLOCK_SIZE, excluded=["w0"]), scheme_to_hashes={large.kv_scheme: hashes})
+    state.note_dispatched(theirs, state.plan(theirs, 1.0), 1.0)
+    state.apply(sized("w1", 2, used=8, acknowledged=(theirs.attempt_id,)), 1.0)
+    need = RoomNeed(20 * BLOCK_SIZE, scheme_to_hashes={large.kv_scheme: hashes})
     assert state.room(need, frozenset(), 1.0).verdict == "later"
-    state.apply(KvSnapshot(W1, 1, 0, (BlocksStored(None, b"".join(hashes)),)), 1.0)
+    state.apply(KvSnapshot(W1, 1, 0, (BlocksStored(None, hashes),)), 1.0)
     assert state.room(need, frozenset(), 1.0).verdict == "now"
 
 
@@ -338,7 +400,7 @@ def test_columns_that_change_in_place_equal_columns_made_at_once(
             *((int(row["total"]), int(each)) for (_, row), each in zip(rows, free, strict=True)),
             block_sizes=[row["size"] for _, row in rows],
             is_usable=[name not in barred for name, _ in rows],
-            covered_blocks=[covered.get(name, 0) // row["size"] for name, row in rows],
+            shared_blocks=[covered.get(name, 0) // row["size"] for name, row in rows],
             blocks_per_s=[row.get("rate", 0.0) for _, row in rows],
         ),
     )
