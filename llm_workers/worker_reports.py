@@ -6,14 +6,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fabric.contracts import EngineStats, FeatureStats, KvEvent, KvEvents, MemberId, PullWindow, WorkerReport
+from fabric.contracts import (
+    AttemptId,
+    EngineStats,
+    FeatureStats,
+    KvEvent,
+    KvEvents,
+    MemberId,
+    PullWindow,
+    WorkerReport,
+)
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import StepCosts
 from llm_workers.worker_config import WorkerConfig
 
 _NEW_SHARE = 0.1
-"""Sets the weight of a sequence that has just ended in the moving average of the seconds from a sequence's first step
-to its end."""
+"""Sets the weight of a sequence that has just ended in the moving averages of the seconds from a sequence's first step
+to its end, and of those for which it waits for features."""
 
 
 class WorkerReporter:
@@ -40,7 +49,9 @@ class WorkerReporter:
         self.costs = StepCosts()
         self.is_lost = False
         """Says whether the worker is lost and accepts no more requests."""
-        self._residence_s = 0.0
+        self._residence_s = self._held_s = 0.0
+        self._lacking: set[AttemptId] = set()
+        """Holds the open attempts that lacked features when they were admitted."""
 
     def take(self, update: Update) -> None:
         """Takes the update of one turn of the engine."""
@@ -52,9 +63,15 @@ class WorkerReporter:
             self._kv_events += update.kv_events
         if update.step_work is not None:
             self.costs.observe(update.step_work, update.step_s, update.at_s)
+        self._lacking.update(each.attempt for each in update.admitted if each.admission.missing_units)
         for finished in update.events.finished if update.events is not None else ():
             in_steps_s = finished.times.total_s - finished.times.queue_s
             self._residence_s += (in_steps_s - self._residence_s) * (_NEW_SHARE if self._residence_s else 1.0)
+            if finished.sequence_id.attempt_id in self._lacking:
+                self._lacking.discard(finished.sequence_id.attempt_id)
+                self._held_s += _NEW_SHARE * (finished.times.held_s - self._held_s)
+        self._lacking.difference_update(each.sequence_id.attempt_id for each in update.aborted)
+        self._lacking.difference_update(each.attempt for each in update.failed)
 
     def take_kv_events(self) -> KvEvents | None:
         """Returns the events of the prefix cache since the last call, or None if there are none."""
@@ -77,6 +94,7 @@ class WorkerReporter:
             step_overhead_s=self.costs.overhead_s,
             decode_s_per_sequence=self.costs.s_per_decode,
             residence_s=self._residence_s,
+            held_s=self._held_s,
             max_step_tokens=self._config.max_step_tokens,
             max_sequences=self._config.max_sequences,
             is_lost=self.is_lost,

@@ -142,14 +142,20 @@ class EngineStats(msgspec.Struct, array_like=True):
     drafts_accepted: Annotated[
         int, counter("weft_worker_drafts_accepted", "Guessed tokens that were right and were sent.")
     ] = 0
-    uncomputed_tokens: Annotated[
+    behind_tokens: Annotated[
         int,
         gauge(
-            "weft_worker_uncomputed_tokens",
-            "Tokens of admitted requests for which KV is still to be computed: those of `weft_worker_queued_tokens`, "
-            "and those behind a missing feature.",
+            "weft_worker_behind_tokens",
+            "Tokens of admitted requests that can't be computed yet because a feature ahead of them has not arrived.",
         ),
     ] = 0
+    behind_weighted_tokens: Annotated[
+        float,
+        gauge(
+            "weft_worker_behind_weighted_tokens",
+            "The tokens of `weft_worker_behind_tokens`, weighted by their contexts.",
+        ),
+    ] = 0.0
 
 
 class FeatureStats(msgspec.Struct, array_like=True):
@@ -253,6 +259,14 @@ class WorkerReport(PlaneWire, frozen=True):
     """This says that the engine has died: the worker ends its requests and takes no more."""
     pulls: tuple[PullWindow, ...] = ()
     """Holds the windows that have ended since the last report."""
+    held_s: Annotated[
+        float,
+        gauge(
+            "weft_worker_held_seconds",
+            "Recent average of the time for which a sequence waits for features at its doorstep, over the sequences "
+            "that lacked features when they were admitted.",
+        ),
+    ] = 0.0
 
 
 # ---------------------------------------------------------------- encoders

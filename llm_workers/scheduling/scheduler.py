@@ -253,7 +253,7 @@ class Scheduler:
         stats.num_at_doorstep = standings.num_at_doorstep
         stats.queued_tokens = backlog.num_tokens
         stats.queued_weighted_tokens = backlog.weighted_tokens
-        stats.uncomputed_tokens = backlog.num_uncomputed
+        stats.behind_tokens, stats.behind_weighted_tokens = backlog.num_behind, backlog.weighted_behind
         stats.num_decoding = len(standings.decodes)
         stats.kv_blocks_used = self._pool.num_used
         stats.kv_blocks_total = self._pool.num_blocks

@@ -53,9 +53,10 @@ class Standings:
         """Holds the sequences that could compute something and do not decode."""
         self._num_tokens = self._num_token_contexts = 0
         """Holds the sums over `_open`."""
-        self._behind: dict[Sequence, int] = {}
-        """Holds the tokens behind the doorsteps of sequences that are not held."""
-        self._num_behind = 0
+        self._behind: dict[Sequence, _Open] = {}
+        """Holds, for the sequences that lack a unit, the tokens from their doorstep on."""
+        self._num_behind = self._num_behind_contexts = 0
+        """Holds the sums over `_behind`."""
         self._stirred: dict[Sequence, None] = {}
         """Holds the sequences that were refreshed since doorsteps were last noted."""
         self.num_at_doorstep = 0
@@ -67,8 +68,11 @@ class Standings:
 
     @property
     def backlog(self) -> Backlog:
-        weighed = self._num_tokens + self._num_token_contexts / (2.0 * self._context_scale_tokens)
-        return Backlog(self._num_tokens, weighed, self._num_tokens + self._num_behind)
+        twice_scale = 2.0 * self._context_scale_tokens
+        weighted = self._num_tokens + self._num_token_contexts / twice_scale
+        return Backlog(
+            self._num_tokens, weighted, self._num_behind, self._num_behind + self._num_behind_contexts / twice_scale
+        )
 
     @property
     def is_stirred(self) -> bool:
@@ -88,14 +92,12 @@ class Standings:
         else:
             self.decodes.discard(sequence)
         self.batch.refresh(sequence)
-        is_open = not (sequence.is_decoding or self._roster.is_held(sequence))
-        opened = self._open_of(sequence) if is_open else None
+        opened, behind = self._parts_of(sequence)
         if opened is None:
             self.prefills.discard(sequence)
         else:
             self.prefills.put(sequence, self._resources.references.is_complete(sequence.sequence_id))
-        self._count(sequence, opened)
-        self._count_behind(sequence, self._behind_of(sequence, opened) if is_open else 0)
+        self._count(sequence, opened, behind)
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that has left."""
@@ -103,8 +105,7 @@ class Standings:
         self.decodes.discard(sequence)
         self.batch.discard(sequence)
         self.prefills.discard(sequence)
-        self._count(sequence, None)
-        self._count_behind(sequence, 0)
+        self._count(sequence, None, None)
         self._stirred.pop(sequence, None)
         self.num_at_doorstep -= sequence.is_at_doorstep
 
@@ -140,36 +141,28 @@ class Standings:
         ):
             assert list(ranked) == sorted(members, key=lambda one: one.rank), "the order by rank is broken"
         for sequence in live:
-            opened = None if sequence.is_decoding or self._roster.is_held(sequence) else self._open_of(sequence)
+            opened, behind = self._parts_of(sequence)
             assert self._open.get(sequence) == opened, f"{sequence.sequence_id}: its open tokens were not refreshed"
-            is_open = not (sequence.is_decoding or self._roster.is_held(sequence))
-            num_behind = self._behind_of(sequence, opened) if is_open else 0
-            assert self._behind.get(sequence, 0) == num_behind, f"{sequence.sequence_id}: tokens behind its doorstep"
+            assert self._behind.get(sequence) == behind, f"{sequence.sequence_id}: its tokens behind were not refreshed"
             assert (sequence in self.prefills) == (opened is not None)
             assert sequence.is_started or not len(sequence.table), f"{sequence.sequence_id} waits but holds blocks"
-        assert self._open.keys() <= set(live), "a sequence that has left is counted"
+        assert self._open.keys() | self._behind.keys() <= set(live), "a sequence that has left is counted"
         sums = [sum(column) for column in zip(*self._open.values(), strict=True)] or [0, 0]
         assert sums == [self._num_tokens, self._num_token_contexts]
-        assert sum(self._behind.values()) == self._num_behind
-        assert self._behind.keys() <= set(live), "a sequence that has left is counted"
+        sums = [sum(column) for column in zip(*self._behind.values(), strict=True)] or [0, 0]
+        assert sums == [self._num_behind, self._num_behind_contexts]
         assert self.num_at_doorstep == sum(one.is_at_doorstep for one in live)
 
-    def _open_of(self, sequence: Sequence) -> _Open | None:
-        """Returns the sequence's open tokens, or None if it is at its doorstep."""
-        start = sequence.claims_from
-        count = self._resources.doorstep(sequence, start, sequence.num_tokens) - start
-        return _Open(count, count * (2 * start + count)) if count else None
+    def _parts_of(self, sequence: Sequence) -> tuple[_Open | None, _Open | None]:
+        """Returns the sequence's open tokens, or None if it is at its doorstep, and the tokens from its next doorstep
+        on, or None if it lacks no unit. Both are None if it decodes or waits for a sibling."""
+        if sequence.is_decoding or self._roster.is_held(sequence):
+            return None, None
+        start, end = sequence.claims_from, sequence.num_tokens
+        doorstep = self._resources.doorstep(sequence, start, end)
+        return _Open.of(start, doorstep), _Open.of(doorstep, end)
 
-    def _behind_of(self, sequence: Sequence, opened: _Open | None) -> int:
-        """Counts the tokens that the sequence computes after its open ones, once units have come."""
-        return sequence.num_tokens - sequence.claims_from - (0 if opened is None else opened.num_tokens)
-
-    def _count_behind(self, sequence: Sequence, num_behind: int) -> None:
-        self._num_behind += num_behind - self._behind.pop(sequence, 0)
-        if num_behind:
-            self._behind[sequence] = num_behind
-
-    def _count(self, sequence: Sequence, opened: _Open | None) -> None:
+    def _count(self, sequence: Sequence, opened: _Open | None, behind: _Open | None) -> None:
         before = self._open.pop(sequence, None)
         if before is not None:
             self._num_tokens -= before.num_tokens
@@ -178,17 +171,28 @@ class Standings:
             self._open[sequence] = opened
             self._num_tokens += opened.num_tokens
             self._num_token_contexts += opened.num_token_contexts
+        before = self._behind.pop(sequence, None)
+        if before is not None:
+            self._num_behind -= before.num_tokens
+            self._num_behind_contexts -= before.num_token_contexts
+        if behind is not None:
+            self._behind[sequence] = behind
+            self._num_behind += behind.num_tokens
+            self._num_behind_contexts += behind.num_token_contexts
 
 
 class Backlog(NamedTuple):
-    """Counts the tokens that could be computed and are not yet, which is the work ahead of a request that arrives
-    now."""
+    """Counts the prompt tokens that are not computed yet, which are the work ahead of a request that arrives now."""
 
     num_tokens: int
+    """Counts the tokens that could be computed now."""
     weighted_tokens: float
     """Counts the same tokens, weighted by their contexts (`fabric.contracts.learned_cost`)."""
-    num_uncomputed: int
-    """Counts these tokens and those behind missing units."""
+    num_behind: int
+    """Counts the tokens behind a missing feature. They become work ahead as soon as the feature arrives, which may be
+    before the next step begins."""
+    weighted_behind: float
+    """Counts the tokens of `num_behind`, weighted by their contexts."""
 
 
 class _Open(NamedTuple):
@@ -198,6 +202,12 @@ class _Open(NamedTuple):
     num_token_contexts: int
     """Holds twice the sum, over these tokens, of the number of tokens before each, plus half a token for itself:
     `n * (2 * context + n)`."""
+
+    @classmethod
+    def of(cls, start: int, end: int) -> _Open | None:
+        """Returns the numbers of the tokens from `start` to `end`, or None if there are none."""
+        count = end - start
+        return cls(count, count * (start + end)) if count else None
 
 
 # ---------------------------------------------------------------- which sequences are alive

@@ -202,7 +202,7 @@ class RoomColumns:
         media too, and so does one block for each sequence that decodes."""
         row = self._id_to_row[report.worker_id]
         engine, block_size = report.engine, int(self._ints[row, 0])
-        coming_blocks = -(-max(engine.uncomputed_tokens, engine.queued_tokens) // block_size)
+        coming_blocks = -(-(engine.queued_tokens + engine.behind_tokens) // block_size)
         free = engine.kv_blocks_total - engine.kv_blocks_used - coming_blocks - engine.num_decoding
         self._ints[row, 1], self._ints[row, 2] = engine.kv_blocks_total, free
         self._ints[row, 4] = report.features.inbox_bytes_total

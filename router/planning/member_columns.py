@@ -164,9 +164,10 @@ class WorkerColumns(SlotColumns):
         "delivery_s",
     )
     queued_tokens: Floats
-    """Counts the weighted tokens that were queued and could be computed at the report."""
+    """Counts the weighted tokens that were queued at the report: those that could be computed then, and the part of the
+    others whose features arrive before the next step (`arriving_tokens`)."""
     num_queued: Floats
-    """Counts the same tokens without weights."""
+    """Counts the tokens that could be computed at the report, without weights."""
     num_decoding: Floats
     max_step_tokens: Floats
     num_there: Floats
@@ -193,7 +194,7 @@ class WorkerColumns(SlotColumns):
         """Takes in a report that came at `now`."""
         engine, first = report.engine, len(self.COMMON)
         self._table[first : first + self.NUM_REPORTED, slot] = (
-            engine.queued_weighted_tokens or engine.queued_tokens,
+            (engine.queued_weighted_tokens or engine.queued_tokens) + arriving_tokens(report),
             engine.queued_tokens,
             engine.num_decoding,
             report.max_step_tokens or UNLIMITED,
@@ -226,6 +227,17 @@ class WorkerColumns(SlotColumns):
 
     def _clear(self, slot: int) -> None:
         self.max_step_tokens[slot] = UNLIMITED
+
+
+def arriving_tokens(report: WorkerReport) -> float:
+    """Returns how many of the weighted tokens behind missing features join the next step of a worker, which takes the
+    tokens that are queued already. Features arrive in the time for which sequences lately waited for them: all of them,
+    if that time is shorter than a step, and otherwise the part that the step is of it. Without these tokens, a worker
+    would look idle whose features arrive in the moment after its report, and whose next step is the longest."""
+    engine = report.engine
+    step_s = report.step_overhead_s + report.decode_s_per_sequence * engine.num_decoding
+    step_s += report.prefill_s_per_token * engine.queued_weighted_tokens
+    return engine.behind_weighted_tokens * (1.0 if report.held_s <= step_s else step_s / report.held_s)
 
 
 class EncoderColumns(SlotColumns):

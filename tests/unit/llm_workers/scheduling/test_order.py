@@ -68,6 +68,20 @@ def test_without_overlap_a_sequence_begins_when_all_its_media_are_here() -> None
     assert bench.step() == {"text": 1, "a": 11}
 
 
+def test_tokens_behind_a_missing_feature_are_told_apart_from_those_that_can_be_computed() -> None:
+    bench = Bench(max_step_tokens=30)
+    bench.add(request("media", 40, [("image", 10, 5)], age=0))
+    bench.add(request("text", 50, age=1))
+    stats = bench.scheduler.stats()
+    assert (stats.queued_tokens, stats.behind_tokens) == (10 + 50, 30)
+    assert stats.behind_weighted_tokens >= 30
+    assert bench.step() == {"text": 30}
+    assert (bench.scheduler.stats().queued_tokens, bench.scheduler.stats().behind_tokens) == (30, 30)
+    bench.land(unit("image"))
+    stats = bench.scheduler.stats()
+    assert (stats.queued_tokens, stats.behind_tokens, stats.behind_weighted_tokens) == (60, 0, 0.0)
+
+
 def test_an_image_is_needed_until_its_last_occurrence_is_computed() -> None:
     bench = Bench(max_step_tokens=20)
     bench.add(request("a", 50, [("same", 10, 5), ("same", 30, 5)]), landed=True)

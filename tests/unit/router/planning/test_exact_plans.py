@@ -301,6 +301,18 @@ def test_a_workers_report_becomes_its_view_number_by_number() -> None:
     assert columns.kv_blocks_used[0] == 40
 
 
+@pytest.mark.parametrize(
+    ("held_s", "part"), [(0.0, 1.0), (0.1, 1.0), (0.4, 0.5)], ids=["arrived", "within a step", "over two steps"]
+)
+def test_tokens_behind_missing_features_count_as_far_as_they_join_the_next_step(held_s: float, part: float) -> None:
+    state = cluster()
+    step = {"prefill_s_per_token": 1e-3, "step_overhead_s": 0.05, "decode_s_per_sequence": 0.01, "num_decoding": 5}
+    behind = {"behind_tokens": 2000, "behind_weighted_tokens": 2400.0, "held_s": held_s}
+    state.apply(worker_report("w0", 1, queued_tokens=90, queued_weighted_tokens=100.0, **step, **behind), 1.0)
+    (view,) = views_of(state, query(10), 1.0).workers
+    assert view.queued_tokens == pytest.approx(100.0 + part * 2400.0)
+
+
 @pytest.mark.parametrize(("changes", "free"), [({"kv_blocks_total": 1}, 1), ({}, None)])
 def test_a_pool_of_any_size_is_known_and_one_of_none_is_not(changes: dict[str, Any], free: int | None) -> None:
     state = cluster()

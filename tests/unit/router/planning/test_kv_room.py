@@ -235,10 +235,10 @@ def test_tokens_behind_a_missing_medium_count_once_until_they_are_computed() -> 
 
     state.note_dispatched(request, state.plan(request, 1.0), 1.0)
     assert (has(2), has(3)) == (True, False), "one block more, because the sequence may take it"
-    waiting = sized("w0", 2, used=3, uncomputed_tokens=4 * BLOCK_SIZE, acknowledged=(request.attempt_id,))
+    waiting = sized("w0", 2, used=3, behind_tokens=4 * BLOCK_SIZE, acknowledged=(request.attempt_id,))
     state.apply(waiting, 1.1)
     assert (has(3), has(4)) == (True, False)
-    state.apply(sized("w0", 3, used=3, queued=4 * BLOCK_SIZE, uncomputed_tokens=4 * BLOCK_SIZE), 1.2)
+    state.apply(sized("w0", 3, used=3, queued=4 * BLOCK_SIZE), 1.2)
     assert (has(3), has(4)) == (True, False), "the picture has come"
     state.apply(sized("w0", 4, used=7, num_decoding=1), 1.3)
     assert (has(2), has(3)) == (True, False)
@@ -255,7 +255,7 @@ def test_another_routers_request_that_waits_for_a_feature_keeps_its_room() -> No
 
     def report() -> None:
         stats = bench.scheduler.stats()
-        seen.append((stats.kv_blocks_used, stats.queued_tokens // BLOCK_SIZE, stats.uncomputed_tokens // BLOCK_SIZE))
+        seen.append((stats.kv_blocks_used, stats.queued_tokens // BLOCK_SIZE, stats.behind_tokens // BLOCK_SIZE))
         state.apply(msgspec.structs.replace(sized("w0", len(seen)), engine=stats), 1.0)
 
     report()
@@ -269,7 +269,7 @@ def test_another_routers_request_that_waits_for_a_feature_keeps_its_room() -> No
     assert state.room(blocks(4), frozenset(), 1.0).verdict == "later"
     bench.step()
     report()
-    assert seen == [(0, 2, 7), (2, 0, 5), (2, 5, 5), (7, 0, 0)]
+    assert seen == [(0, 2, 5), (2, 0, 5), (2, 5, 0), (7, 0, 0)]
     bench.scheduler.abort(attempt_id("theirs"))
     report()
     assert state.room(blocks(10), frozenset(), 1.0).verdict == "now"
