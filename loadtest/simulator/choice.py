@@ -1,7 +1,7 @@
 """Compares the joint plan with other policies: the experiments behind the bars on the choice of members.
 
     policies        all policies on one mixed workload at 80 % load
-    curve           the joint plan and the sequential policies over load, heterogeneity and the share of media
+    curve           the joint plan and the sequential policies over load, heterogeneity, media, encoders and network
     oracle          the joint plan and the best of all assignments, on cases small enough to try all
     staleness       eight routers with reports a second old, and one router with fresh reports
     recovery        how soon predictions are right again after all costs change
@@ -16,7 +16,9 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from fabric.contracts import RequestId
@@ -31,6 +33,8 @@ from loadtest.simulator.sim_runs import SimRun, at_load, run_all
 from loadtest.simulator.workloads import WorkloadSpec
 
 MIX: Mapping[str, float] = {"text": 0.7, "image": 0.15, "image*4": 0.05, "video-30f": 0.07, "audio-30s": 0.03}
+MEDIA_MIX: Mapping[str, float] = {"image": 0.5, "image*4": 1 / 6, "video-30f": 0.7 / 3, "audio-30s": 0.1}
+"""Holds the shares among the conversations with media, which are those of `MIX`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,6 @@ class ChoiceScale:
         return replace(spec, **changes)  # type: ignore[arg-type]
 
 
-def media_bound(settings: ClusterSettings) -> ClusterSettings:
-    """Returns a cluster whose encoders are as busy as its workers: with fewer of them, encoding limits the load."""
-    return replace(settings, num_encoders=max(2, settings.num_encoders // 3))
-
-
 # ---------------------------------------------------------------- policies
 
 
@@ -116,56 +115,107 @@ def _sequential_bar(summaries: Sequence[Summary], name: str) -> Bar:
 # ---------------------------------------------------------------- where the joint plan pays
 
 
-def curve(scale: ChoiceScale, loads: Sequence[float] = (0.5, 0.65, 0.8, 0.9)) -> Experiment:
-    """Runs the joint plan and the sequential policies over load, heterogeneity and the share of media."""
+def curve(scale: ChoiceScale, loads: Sequence[float] = (0.5, 0.8, 0.95, 1.05)) -> Experiment:
+    """Runs the joint plan and the sequential policies over load, heterogeneity, the share of media, the speed of the
+    encoders and that of the network. The middle of all axes is one point, which runs once."""
     names = ("joint", *SEQUENTIAL)
-    base = scale.settings()
-    axes: dict[str, list[tuple[float, ClusterSettings, WorkloadSpec]]] = {
-        "load": [(load, base, at_load(base, scale.workload(), load)) for load in loads],
-        "slowness of the slow members": [],
-        "share of requests with media": [],
-        "encoders per worker": [],
-    }
-    for factor in (1.0, 2.0, 4.0):
-        settings = replace(base, worker_slowness=(1.0, 1.0, 1.0, factor), encoder_slowness=(1.0, 1.0, factor))
-        axes["slowness of the slow members"].append((factor, settings, at_load(settings, scale.workload(), 0.8)))
-    for share in (0.1, 0.3, 0.6, 0.9):
-        mix = {"text": 1.0 - share, "image": 0.5 * share, "image*4": 0.2 * share, "video-30f": 0.3 * share}
-        workload = at_load(base, scale.workload(kind_to_share=mix), 0.8)
-        axes["share of requests with media"].append((share, base, workload))
-    for num_encoders in (2, 3, 6):
-        settings = replace(base, num_encoders=num_encoders)
-        ratio = num_encoders / base.num_workers
-        axes["encoders per worker"].append((ratio, settings, at_load(settings, scale.workload(), 0.8)))
+    points = _curve_points(scale, loads)
+    unique: list[tuple[ClusterSettings, WorkloadSpec]] = []
+    for one in points:
+        if (one.settings, one.workload) not in unique:
+            unique.append((one.settings, one.workload))
     runs = [
-        SimRun(f"{axis}|{x}|{name}", replace(settings, policy=name), workload, scale.seed)
-        for axis, points in axes.items()
-        for x, settings, workload in points
+        SimRun(name, replace(settings, policy=name), workload, scale.seed)
+        for settings, workload in unique
         for name in names
     ]
-    label_to_summary = {each.policy: summarise(each) for each in run_all(runs, scale.num_processes)}
-    rows = [["axis", "value", *(f"{name} p99 (ms)" for name in names), "joint / best sequential", "media p99 ratio"]]
-    plots: list[Plot] = []
-    for axis, points in axes.items():
-        lines: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-        for x, _, _ in points:
-            found = [label_to_summary[f"{axis}|{x}|{name}"] for name in names]
-            for name, one in zip(names, found, strict=True):
-                lines[name].append((x, one.ttft.p99))
-            best = min(one.ttft.p99 for one in found[1:])
-            media = [_media_p99(one) for one in found]
-            rows.append(
-                [
-                    axis,
-                    f"{x:.2f}",
-                    *(f"{one.ttft.p99:.0f}" for one in found),
-                    f"{found[0].ttft.p99 / best:.2f}",
-                    f"{media[0] / max(min(media[1:]), 1e-9):.2f}",
-                ]
-            )
-        plots.append(Plot(f"curve-{axis.split()[0]}", f"TTFT p99 over the {axis}", axis, "ms", lines))
-    text = "The 99th percentile of the time to first token, of the joint plan and of the sequential policies."
+    summaries = [summarise(each) for each in run_all(runs, scale.num_processes)]
+    rows = [
+        [
+            "axis",
+            "value",
+            "requests/s",
+            *(f"{name} p99 (ms)" for name in names),
+            "joint / best sequential",
+            "media p99 ratio",
+            "bound p99",
+            "encoders busy",
+        ]
+    ]
+    axis_to_lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    ratios: list[float] = []
+    for one in points:
+        first = len(names) * unique.index((one.settings, one.workload))
+        found = summaries[first : first + len(names)]
+        lines = axis_to_lines.setdefault(one.axis, {name: [] for name in names})
+        for name, summary in zip(names, found, strict=True):
+            lines[name].append((one.x, summary.ttft.p99))
+        media = [_media_p99(summary) for summary in found]
+        ratios.append(found[0].ttft.p99 / min(summary.ttft.p99 for summary in found[1:]))
+        rows.append(
+            [
+                one.axis,
+                f"{one.x:g}",
+                f"{one.workload.rate:.0f}",
+                *(f"{summary.ttft.p99:.0f}" for summary in found),
+                f"{ratios[-1]:.2f}",
+                f"{media[0] / max(min(media[1:]), 1e-9):.2f}",
+                f"{found[0].bound.p99:.0f}",
+                f"{found[0].encoder_busy:.0%}",
+            ]
+        )
+    plots = [
+        Plot(f"curve-{axis.split()[0]}", f"TTFT p99 over the {axis}", axis, "ms", lines)
+        for axis, lines in axis_to_lines.items()
+    ]
+    text = (
+        "The 99th percentile of the time to first token, of the joint plan and of the sequential policies. The joint "
+        f"plan takes {min(ratios):.2f} to {max(ratios):.2f} times that of the best sequential policy. The load is a "
+        "share of the least work (`sim_runs.capacity`), so that the real one is higher."
+    )
     return Experiment("curve", (text, rows, *plots), ())
+
+
+class CurvePoint(NamedTuple):
+    """A `CurvePoint` is one value on one axis of the curve."""
+
+    axis: str
+    x: float
+    settings: ClusterSettings
+    workload: WorkloadSpec
+
+
+def _curve_points(scale: ChoiceScale, loads: Sequence[float]) -> list[CurvePoint]:
+    base, workload = scale.settings(), scale.workload()
+    points = [CurvePoint("load", load, base, at_load(base, workload, load)) for load in loads]
+
+    def add(axis: str, x: float, settings: ClusterSettings, spec: WorkloadSpec = workload) -> None:
+        points.append(CurvePoint(axis, x, settings, at_load(settings, spec, 0.8)))
+
+    for factor in (1.0, 2.0, 4.0):
+        slow = replace(base, worker_slowness=(1.0, 1.0, 1.0, factor), encoder_slowness=(1.0, 1.0, factor))
+        add("slowness of the slow members", factor, slow)
+    for share in (0.1, 0.3, 0.9):
+        mix = MIX if share == 0.3 else {kind: share * part for kind, part in MEDIA_MIX.items()} | {"text": 1.0 - share}
+        add("share of conversations with media", share, base, scale.workload(kind_to_share=mix))
+    for factor in (1.0, 8.0, 16.0):
+        add("times that encoding takes", factor, with_encoding(base, factor))
+    for bytes_per_s in (12e9, 1.25e9, 0.3e9):
+        add("bytes per second of the network", bytes_per_s, with_network(base, bytes_per_s))
+    return points
+
+
+def with_encoding(settings: ClusterSettings, factor: float) -> ClusterSettings:
+    """Returns the cluster with encoders on which everything takes this many times as long: those of smaller devices, or
+    those of a language model that is smaller by as much."""
+    return replace(settings, encoder_slowness=tuple(factor * one for one in settings.encoder_slowness or (1.0,)))
+
+
+def with_network(settings: ClusterSettings, bytes_per_s: float) -> ClusterSettings:
+    """Returns the cluster with this network between machines."""
+    links = dict(settings.table.links)
+    links["network"] = msgspec.structs.replace(links["network"], bytes_per_s=bytes_per_s)
+    return replace(settings, table=msgspec.structs.replace(settings.table, links=links))
 
 
 def _media_p99(summary: Summary) -> float:

@@ -116,7 +116,7 @@ class SimResult:
     outcomes: list[Outcome]
     end_s: float
     worker_busy: float
-    """Holds the mean share of the time for which the workers computed."""
+    """Holds the mean share of the time, until the last arrival, for which the workers computed."""
     encoder_busy: float
     num_steps: int
     num_planned: int
@@ -229,6 +229,7 @@ class SimCluster:
         self._arrivals: Iterator[SimRequest] = iter(())
         self._num_open = 0
         self._has_more = True
+        self._busy_until_last = (0.0, 0.0)
         self._is_closed = False
         self._outcomes: list[Outcome] = []
         self._on_end: Callable[[Outcome], None] = lambda outcome: None
@@ -250,8 +251,8 @@ class SimCluster:
         return self._result(time.process_time() - begun_s)
 
     def _result(self, cpu_s: float) -> SimResult:
-        now_s = max(self.loop.now(), 1e-9)
-        workers, encoders = list(self.workers.values()), list(self.encoders.values())
+        now_s, workers = max(self.loop.now(), 1e-9), list(self.workers.values())
+        worker_busy, encoder_busy = self._busy_until_last
         stage_to_error = {
             stage: (error.num_observations, error.predicted, error.actual, error.abs_error)
             for stage, error in self.routers[0].cluster.accuracy().items()
@@ -260,8 +261,8 @@ class SimCluster:
             policy=self.routers[0].policy.name,
             outcomes=sorted(self._outcomes, key=lambda outcome: outcome.index),
             end_s=now_s,
-            worker_busy=sum(one.busy_s for one in workers) / len(workers) / now_s,
-            encoder_busy=sum(one.busy_s for one in encoders) / max(len(encoders), 1) / now_s,
+            worker_busy=worker_busy,
+            encoder_busy=encoder_busy,
             num_steps=sum(one.num_steps for one in workers),
             num_planned=sum(one.num_planned for one in workers),
             num_needed=sum(one.num_needed for one in self.routers),
@@ -278,7 +279,8 @@ class SimCluster:
     def _next_arrival(self) -> None:
         request = next(self._arrivals, None)
         if request is None:
-            self._has_more = False
+            if self._has_more:
+                self._has_more, self._busy_until_last = False, self._busy_shares()
             return
         at_s = self.loop.now() if self._is_closed else request.arrival_s
         self.loop.at(max(at_s, FIRST_ARRIVAL_S), self._arrive, request)
@@ -289,6 +291,13 @@ class SimCluster:
         router.submit(request, request.prompt(self.settings.table))
         if not self._is_closed:
             self._next_arrival()
+
+    def _busy_shares(self) -> tuple[float, float]:
+        """Returns the shares of the time until now for which the workers and the encoders computed."""
+        now_s = max(self.loop.now(), 1e-9)
+        workers, encoders = list(self.workers.values()), list(self.encoders.values())
+        of_workers = sum(one.busy_until_now_s() for one in workers) / len(workers) / now_s
+        return of_workers, sum(one.busy_s for one in encoders) / max(len(encoders), 1) / now_s
 
     def _check_progress(self, num_before: int) -> None:
         """Raises RuntimeError if requests are open and none has ended for long: the simulation is stuck."""

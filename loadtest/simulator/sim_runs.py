@@ -14,18 +14,21 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from fabric.contracts import weighted_tokens
+from loadtest.simulator.cost_tables import CostTable
 from loadtest.simulator.policies import FixedPolicy
 from loadtest.simulator.sim_cluster import ClusterSettings, SimCluster, SimResult
 from loadtest.simulator.sim_requests import Outcome, SimRequest
 from loadtest.simulator.trace_files import TraceOptions, read_trace
-from loadtest.simulator.workloads import QUESTION, WorkloadSpec, generate, media_of
+from loadtest.simulator.workloads import WorkloadSpec, generate
 
 NOTED_EVERY = 50
 """A run adds to the progress bar after this many requests."""
 REFRESH_S = 0.5
+SAMPLE = 4000
+"""The work of a workload is the mean over this many requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,33 +143,68 @@ class ProgressBar:
 # ---------------------------------------------------------------- load
 
 
+class LeastWork(NamedTuple):
+    """Holds the means, per request, of the work of a workload that no cluster can avoid: the tokens of a conversation
+    are computed once, and so is a medium, however many requests contain it."""
+
+    num_prompt: float
+    """Counts the tokens of the whole prompt, which take KV blocks."""
+    prefill_tokens: float
+    """Counts the weighted tokens of the prompt that no earlier request contains."""
+    encode_s: float
+
+    @classmethod
+    def of(cls, table: CostTable, workload: WorkloadSpec) -> LeastWork:
+        """Returns the means over the first requests of a workload."""
+        sample = replace(workload, num_requests=SAMPLE)
+        num_prompt = prefill_tokens = encode_s = 0.0
+        session_to_known: dict[int, int] = {}
+        """Maps a conversation to the tokens of its last prompt and answer."""
+        encoded: set[tuple[str, str]] = set()
+        for request in generate(sample, 0):
+            covered = session_to_known.get(request.session, workload.system_tokens)
+            num_tokens = 0
+            for first, second in request.parts:
+                if isinstance(second, int):
+                    num_tokens += second
+                    continue
+                kind = table.kind(str(first))
+                num_tokens += kind.num_tokens
+                if num_tokens > covered and (kind.modality, second) not in encoded:
+                    encoded.add((kind.modality, second))
+                    encode_s += table.modality_to_encoding[kind.modality].forward_s(kind.cost)
+            num_prompt += num_tokens
+            prefill_tokens += weighted_tokens(num_tokens - covered, covered, table.worker.scale_tokens)
+            session_to_known[request.session] = num_tokens + request.num_output
+        return cls(num_prompt / SAMPLE, prefill_tokens / SAMPLE, encode_s / SAMPLE)
+
+
 def capacity(settings: ClusterSettings, workload: WorkloadSpec) -> float:
     """Returns the requests per second at load 1: what all workers compute with full steps, or what all encoders encode
-    one item at a time, whichever is less.
+    one item at a time, whichever is less. No cluster bears more, because the work is the least that there is; one that
+    computes a conversation on a second worker, or a medium on a second encoder, bears less.
 
     With N sequences in every step, a worker ends `N / (output * step)` requests per second, and each step takes its
     overhead, N decoding sequences, and the prompts of the requests that begin in it. N is limited by the places of a
-    step and by the KV blocks. Prefixes that are cached and pictures that are shared make the real limit higher."""
-    table, costs = settings.table, settings.table.worker
-    total = sum(workload.kind_to_share.values())
-    num_prompt = prefill_s = encode_s = 0.0
-    for kind, share in workload.kind_to_share.items():
-        media = [table.kind(name) for name in media_of(kind)]
-        tokens = workload.system_tokens + workload.mean_prompt + sum(one.num_tokens for one in media)
-        tokens += QUESTION[1] if media else 0
-        num_prompt += tokens * share / total
-        prefill_s += costs.s_per_token * weighted_tokens(round(tokens), 0, costs.scale_tokens) * share / total
-        encode_s += sum(table.modality_to_encoding[one.modality].forward_s(one.cost) for one in media) * share / total
-    num_blocks = (num_prompt + 0.5 * workload.mean_output) / settings.block_size + 1
+    step and by the KV blocks."""
+    costs = settings.table.worker
+    work = LeastWork.of(settings.table, workload)
+    num_blocks = (work.num_prompt + 0.5 * workload.mean_output) / settings.block_size + 1
     num_sequences = min(settings.max_sequences, settings.num_blocks / num_blocks)
     steps = workload.mean_output
+    prefill_s = costs.s_per_token * work.prefill_tokens
     step_s = costs.step_overhead_s + num_sequences * (costs.s_per_decode + prefill_s / steps)
     slowness = settings.worker_slowness or (1.0,)
     workers = settings.num_workers * num_sequences / (steps * step_s) * sum(1 / one for one in slowness) / len(slowness)
-    if not encode_s or not settings.num_encoders:
+    if not work.encode_s or not settings.num_encoders:
         return workers
+    return min(workers, num_full_encoders(settings) / work.encode_s)
+
+
+def num_full_encoders(settings: ClusterSettings) -> float:
+    """Returns how many encoders of the table's speed encode as much as those of the cluster."""
     slowness = settings.encoder_slowness or (1.0,)
-    return min(workers, settings.num_encoders / encode_s * sum(1 / one for one in slowness) / len(slowness))
+    return settings.num_encoders * sum(1 / one for one in slowness) / len(slowness)
 
 
 def at_load(settings: ClusterSettings, workload: WorkloadSpec, load: float) -> WorkloadSpec:

@@ -254,6 +254,11 @@ class SimWorker:
     def num_open(self) -> int:
         return len(self._attempt_to_open)
 
+    def busy_until_now_s(self) -> float:
+        """Returns the time of all steps that have ended."""
+        self._settle()
+        return self.busy_s
+
     # ------------------------------------------------------------ features
 
     def _pull(self, message: UnitReady) -> None:

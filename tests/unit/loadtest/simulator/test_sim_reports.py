@@ -12,7 +12,7 @@ from deploy.cli import main
 from loadtest.simulator import sim_runs
 from loadtest.simulator.document_figures import FIGURES
 from loadtest.simulator.sim_report import Percentiles, Plot, kind_table, summarise, summary_table, write_report
-from loadtest.simulator.sim_runs import ProgressBar, SimRun, at_load, capacity, run_all
+from loadtest.simulator.sim_runs import SAMPLE, LeastWork, ProgressBar, SimRun, at_load, capacity, run_all
 from loadtest.simulator.workloads import WorkloadSpec
 
 
@@ -41,6 +41,19 @@ def test_a_load_is_a_share_of_the_capacity() -> None:
     videos = WorkloadSpec(100, 1.0, {"video-120f": 1.0}, mean_output=1)
     one, two = (capacity(small_cluster(num_encoders=count, num_workers=64), videos) for count in (1, 2))
     assert two == pytest.approx(2 * one), "encoders limit this workload"
+
+
+def test_work_that_caches_save_counts_once() -> None:
+    table = small_cluster().table
+    one_picture = WorkloadSpec(100, 1.0, {"image": 1.0}, shared_media=1.0, num_shared=1)
+    encoding = table.modality_to_encoding["image"].forward_s(table.kind("image").cost)
+    assert LeastWork.of(table, one_picture).encode_s == pytest.approx(encoding / SAMPLE)
+    assert LeastWork.of(table, WorkloadSpec(100, 1.0, {"image": 1.0})).encode_s == pytest.approx(encoding)
+    alone = LeastWork.of(table, WorkloadSpec(100, 1.0, mean_prompt=300, prompt_spread=0.0))
+    talks = LeastWork.of(table, WorkloadSpec(100, 1.0, mean_prompt=300, prompt_spread=0.0, mean_turns=4.0))
+    assert alone.num_prompt == 300
+    assert talks.num_prompt > 2 * alone.num_prompt, "a turn repeats what was said before"
+    assert talks.prefill_tokens < 1.2 * alone.prefill_tokens, "which is computed already"
 
 
 def test_a_page_has_tables_and_plots(tmp_path: Path) -> None:
