@@ -15,7 +15,7 @@ policy, of how a snapshot is fetched, or of what a block or a feature contains.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
@@ -122,8 +122,8 @@ class PrefixIndex:
     """Records which worker holds which prefix of KV blocks, for the workers of one scheme.
 
     It keeps at most `max_blocks` different blocks, however many workers hold them, and evicts the tails of those chains
-    that were not used for longest. After that, it does not record a block that a worker stores behind an evicted one:
-    it then knows less than the worker holds, and never more.
+    that were not used for longest. It then knows less than the worker holds, and never more. A block that a worker
+    stores behind an evicted one is recorded only if the caller knows the chain ahead of it (`apply`).
 
     `lookup` is exact about the events that the index received: it counts a worker's leading blocks up to the first
     block that the worker lacks. A stored block usually implies its ancestors (workers free tails first), and a
@@ -148,17 +148,28 @@ class PrefixIndex:
         """Forgets the worker, whose slot may be given to another one at once. An unknown worker is ignored."""
         self._members.remove(worker_id)
 
-    def apply(self, worker_id: MemberId, epoch: int, first_seq: int, events: Sequence[KvEvent]) -> ApplyResult:
+    def apply(
+        self,
+        worker_id: MemberId,
+        epoch: int,
+        first_seq: int,
+        events: Sequence[KvEvent],
+        chain_to: Callable[[bytes], bytes] | None = None,
+    ) -> ApplyResult:
         """Takes in the events `first_seq`, `first_seq + 1`, ... of a worker. It returns GAP if the caller must ask for
         the worker's snapshot; meanwhile the events are kept, and the known state of the same epoch still answers
-        look-ups. A newer epoch makes all earlier knowledge of the worker void."""
+        look-ups. A newer epoch makes all earlier knowledge of the worker void.
+
+        `chain_to` returns the hashes of the blocks from the root to a given one, if the worker computes a prompt that
+        begins with them, and nothing otherwise. A worker that stores a block behind them holds them all, so they are
+        recorded again if the index has evicted them."""
         source = self._members.sources.get(worker_id)
         if source is None:
             return ApplyResult.STALE
         if source.feed.is_newer(epoch):
             self._members.forget(source)
         result, fresh = source.feed.offer(epoch, first_seq, events)
-        self._apply_events(source, fresh)
+        self._apply_events(source, fresh, chain_to)
         return result
 
     def load_snapshot(self, page: KvSnapshot) -> ApplyResult:
@@ -199,7 +210,9 @@ class PrefixIndex:
         """Raises AssertionError unless the table is consistent."""
         self._table.check_invariants()
 
-    def _apply_events(self, source: _Source[KvEvent], events: Iterable[KvEvent]) -> None:
+    def _apply_events(
+        self, source: _Source[KvEvent], events: Iterable[KvEvent], chain_to: Callable[[bytes], bytes] | None = None
+    ) -> None:
         table = self._table
         table.sweep()
         for event in events:
@@ -207,7 +220,12 @@ class PrefixIndex:
                 parent = event.parent if table.stride == 1 else event.anchor
                 if parent is not None and len(parent) != KV_HASH_BYTES:
                     continue  # No block has such a hash.
-                table.store(source.member, parent, self._keys(event.hashes, event.depth))
+                keys = self._keys(event.hashes, event.depth)
+                if table.store(source.member, parent, keys) or parent is None or chain_to is None:
+                    continue
+                if chain := chain_to(parent):
+                    table.store(source.member, None, self._keys(chain, 0))
+                    table.store(source.member, parent, keys)
             elif isinstance(event, BlocksRemoved):
                 table.remove(source.member, event.hashes[: len(event.hashes) // KV_HASH_BYTES * KV_HASH_BYTES])
             else:

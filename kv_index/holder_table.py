@@ -69,8 +69,9 @@ class HolderTable(Protocol):
         """Takes members that left out of this many entries, and deletes those that nobody holds."""
         ...
 
-    def store(self, member: int, parent: bytes | None, hashes: bytes) -> None:
-        """Records that the member holds a run of blocks below `parent`. Blocks whose parent is unknown are refused."""
+    def store(self, member: int, parent: bytes | None, hashes: bytes) -> bool:
+        """Records that the member holds a run of blocks below `parent`. Blocks whose parent is unknown are refused.
+        Returns False if not even the first block was recorded."""
         ...
 
     def remove(self, member: int, hashes: bytes) -> None:
@@ -165,8 +166,9 @@ class NativeTable:
     def sweep(self, num_entries: int = SWEPT_PER_CALL) -> None:
         self._library.ht_sweep(self._table, num_entries)
 
-    def store(self, member: int, parent: bytes | None, hashes: bytes) -> None:
-        self._library.ht_store(self._table, member, parent, hashes, len(hashes) // KV_HASH_BYTES)
+    def store(self, member: int, parent: bytes | None, hashes: bytes) -> bool:
+        count = len(hashes) // KV_HASH_BYTES
+        return bool(self._library.ht_store(self._table, member, parent, hashes, count) > 0 or not count)
 
     def remove(self, member: int, hashes: bytes) -> None:
         self._library.ht_remove(self._table, member, hashes, len(hashes) // KV_HASH_BYTES)
@@ -271,13 +273,13 @@ class PlainTable:
 
     # -------------------------------------------------------- blocks
 
-    def store(self, member: int, parent: bytes | None, hashes: bytes) -> None:
+    def store(self, member: int, parent: bytes | None, hashes: bytes) -> bool:
         keys, at, added, bit = _keys(hashes), 0, 0, 1 << member
         if parent is not None:
             at = self._key_to_row.get(_keys(parent)[0], 0)
             if not at:
                 self._num_refused += len(keys)
-                return
+                return not keys
         self._stored |= bit
         for index, key in enumerate(keys):
             row = self._key_to_row.get(key, 0)
@@ -294,13 +296,16 @@ class PlainTable:
             if not row:
                 self._num_refused += len(keys) - index
                 if not added and self._delete_if_void(at):
-                    return
-                break
+                    return index > 0
+                if at and not added:
+                    self._touch(at)
+                return index > 0
             if not self._masks[row] & bit:
                 self._set_mask(row, self._masks[row] | bit)
             at = row
         if at and not added:
             self._touch(at)
+        return True
 
     def remove(self, member: int, hashes: bytes) -> None:
         bit = 1 << member

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -168,7 +169,8 @@ class ClusterState:
             else:
                 self._member_to_page_s.pop(worker_id, None)
             return self._ask_on_gap(worker_id, result, now)
-        result = prefixes.apply(worker_id, message.epoch, message.first_seq, message.events)
+        chain_to = partial(self._in_flight.chain_to, worker_id)
+        result = prefixes.apply(worker_id, message.epoch, message.first_seq, message.events, chain_to)
         return self._ask_on_gap(worker_id, result, now)
 
     # ------------------------------------------------------------ planning

@@ -105,6 +105,8 @@ class InFlight:
         self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
         self._hash_to_flights: dict[MmHash, dict[MemberId, _Flight]] = {}
         self._prompts: dict[KvScheme, _Prompts] = {}
+        self._worker_to_prompts: dict[MemberId, set[_Share]] = {}
+        """Holds the shares of each worker whose prompts are known."""
 
     def add_worker(self, attempt_id: AttemptId, worker_id: MemberId, load: WorkerShare) -> None:
         """Adds the attempt's load on its worker; ignores a worker that has left."""
@@ -119,6 +121,8 @@ class InFlight:
             prompts = self._prompts.setdefault(load.scheme, _Prompts())
             share.prompt = prompts.add(load.hashes, slot)
             share.prompts = prompts
+            share.hashes = load.hashes
+            self._worker_to_prompts.setdefault(worker_id, set()).add(share)
 
     def add_encoder(self, attempt_id: AttemptId, encoder_id: MemberId, load: EncoderShare) -> None:
         """Adds load on an encoder to the attempt; ignores an encoder that has left."""
@@ -149,6 +153,17 @@ class InFlight:
         computed, for an attempt that has not ended. Returns whether there are any."""
         prompts = self._prompts.get(scheme)
         return prompts is not None and prompts.raise_depths(hashes, depths)
+
+    def chain_to(self, worker_id: MemberId, block: bytes) -> bytes:
+        """Returns the hashes of the blocks from the root to `block`, if an open attempt on the worker has a prompt with
+        this block, and nothing otherwise."""
+        for share in self._worker_to_prompts.get(worker_id, ()):
+            at = share.hashes.find(block)
+            while at >= 0 and at % KV_HASH_BYTES:
+                at = share.hashes.find(block, at + 1)
+            if at >= 0:
+                return share.hashes[: at + KV_HASH_BYTES]
+        return b""
 
     def acknowledge(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> None:
         """Records that the member's report contains these attempts."""
@@ -190,6 +205,8 @@ class InFlight:
                 sums = [sum(share.units for share in own), sum(share.pending_units for share in pending)]
                 assert np.allclose([columns.open_units[slot], columns.pending_units[slot]], sums), (slot, sums)
         assert all(self._attempt_to_shares.values()), "an attempt without shares is dropped"
+        shares = {s for each in self._attempt_to_shares.values() for s in each.values() if s.hashes}
+        assert shares == {share for each in self._worker_to_prompts.values() for share in each}, "prompts are kept"
         used = {mm_hash for each in self._attempt_to_shares.values() for s in each.values() for mm_hash in s.flights}
         assert used == set(self._hash_to_flights), "a flight lives as long as an attempt uses it"
 
@@ -251,6 +268,10 @@ class InFlight:
                 del self._hash_to_flights[mm_hash]
         if share.prompts is not None:
             share.prompts.remove(share.prompt, slot)
+            prompts = self._worker_to_prompts[member_id]
+            prompts.discard(share)
+            if not prompts:
+                del self._worker_to_prompts[member_id]
 
 
 @dataclass(slots=True, eq=False)
@@ -268,6 +289,8 @@ class _Share:
     flights: list[MmHash] = field(default_factory=list)
     prompts: _Prompts | None = None
     prompt: Sequence[bytes] = ()
+    hashes: bytes = b""
+    """Holds the hashes of all full blocks of the prompt."""
 
 
 @dataclass(slots=True, eq=False)

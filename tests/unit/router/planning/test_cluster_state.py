@@ -39,6 +39,7 @@ from fabric.contracts import (
     KvScheme,
     KvSnapshot,
     MediaItem,
+    MemberId,
     MmHash,
     NoCapacity,
     PullTime,
@@ -119,6 +120,33 @@ def test_a_snapshot_in_pages_is_asked_again_only_when_a_page_is_lost_or_late() -
     assert state.apply(msgspec.structs.replace(page(0), last_seq=8), now + retry_s) == ()
     assert state.apply(worker_report("w0", 4), now + retry_s + 0.9 * wait_s) == ()
     assert state.apply(worker_report("w0", 5), now + retry_s + wait_s) == ("w0",)
+
+
+def test_blocks_behind_evicted_ones_are_known_while_their_prompt_is_computed() -> None:
+    """The index has room for eight blocks. Another worker's chain evicts the first one's tail; then the first worker
+    continues its chain, which a prompt of this router contains."""
+    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3), PlannerSettings(max_index_blocks=8))
+    state.update_members([worker_member("w0"), worker_member("w1")])
+    request = replace(query(7 * BLOCK_SIZE), excluded=frozenset({MemberId("w1")}))
+    hashes = blocks_of(request)
+    state.apply(KvSnapshot("w0", 1, 0, (BlocksStored(None, hashes[: 4 * 16]),)), 0.0)
+    others = b"".join((100 + index).to_bytes(16, "little") for index in range(7))
+    state.apply(KvSnapshot("w1", 1, 0, (BlocksStored(None, others),)), 0.0)
+
+    def covered() -> int:
+        return views_of(state, query(8 * BLOCK_SIZE), 0.0).workers[0].covered_blocks
+
+    assert covered() == 1
+    later = KvEvents("w0", 1, 1, (BlocksStored(hashes[3 * 16 : 4 * 16], hashes[4 * 16 : 6 * 16], 4),))
+    route(state, request)
+    assert state.apply(later, 0.0) == ()
+    assert covered() == 6
+    state.note_ended(request.attempt_id)
+    state.check_invariants()
+    state.apply(KvSnapshot("w1", 1, 5, (BlocksStored(None, others),)), 0.0)
+    assert covered() == 1
+    state.apply(KvEvents("w0", 1, 2, (BlocksStored(hashes[5 * 16 : 6 * 16], hashes[6 * 16 :], 6),)), 0.0)
+    assert covered() == 1, "no open prompt says what is ahead of the block"
 
 
 def generated(plan: RoutePlan, **changes: Any) -> GenerateResult:
