@@ -279,10 +279,9 @@ class Pipeline:
         Overloaded or WorkerBackedUp."""
         spec = self.device_queue.spec
         assert spec is not None, "the service opens the pipeline before it takes calls"
-        arena_bytes = self._table.usage().total_bytes
+        arena_bytes, max_decode_bytes = self._table.total_bytes, self.config.decode_limits.total_bytes
         wanted: dict[MmHash, tuple[MediaItem, bytes]] = {}
         for item, data in zip(call.request.items, media, strict=True):
-            max_decode_bytes = self.config.decode_limits.total_bytes
             if error := refusal(item, self.config.modalities, spec, arena_bytes, max_decode_bytes):
                 call.fail(item, error)
                 self.stats.num_received += 1

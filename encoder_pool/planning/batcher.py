@@ -171,6 +171,8 @@ def choose_sounds(sounds: Iterable[QueuedSound], max_cost: int) -> list[QueuedSo
 
 def split_cost(cost: int, unit_tokens: tuple[int, ...]) -> list[int]:
     """Splits an item's patches over its units in proportion to their rows. Returns whole numbers that sum to `cost`."""
+    if len(unit_tokens) == 1:
+        return [cost]
     num_tokens = sum(unit_tokens)
     ends, done = [], 0
     for tokens in unit_tokens:

@@ -61,6 +61,10 @@ class JobStage(NamedTuple):
     """This is set for items that wait to be decoded."""
 
 
+SHORT_DECODING, LONG_DECODING = JobStage("decoding"), JobStage("decoding", is_long=True)
+SOUND = JobStage("sound")
+
+
 class StageWaits(NamedTuple):
     """Holds the seconds for which an item waited; the three kinds overlap."""
 
@@ -146,9 +150,9 @@ class EncodeJob:
     def stage(self) -> JobStage | None:
         """Returns what the job waits for; returns None while it is being worked on and none of its units waits."""
         if self.phase is Phase.WAITING:
-            return JobStage("decoding", is_long=self.is_long)
+            return LONG_DECODING if self.is_long else SHORT_DECODING
         if self.waveform is not None:
-            return JobStage("sound")
+            return SOUND
         return JobStage("unit", self.item.modality) if self.unit_to_input else None
 
     def want(self, unit: int, cost: int) -> None:
@@ -279,13 +283,17 @@ class DecodeRoom(NamedTuple):
 # ------------------------------------------------------------ the calls that wait
 
 
+UNRANKED = Rank(0, 0.0, (0.0, ""), 0)
+"""A call has this rank until its first item has joined a job."""
+
+
 @dataclass(slots=True, eq=False)
 class WaitingCall:
     """A `WaitingCall` records what one call waits for on this encoder."""
 
     turn: CallTurn
     worker_id: MemberId
-    rank: Rank
+    rank: Rank = UNRANKED
     remaining_s: float = 0.0
     """Holds the encoding time of everything that the call waits for, by which it has its rank."""
     num_waiters: int = 0

@@ -20,6 +20,9 @@ from itertools import accumulate, islice, takewhile
 from encoder_pool.planning.batcher import InputSizes, QueuedSound, QueuedUnit, place_in_line, split_cost
 from encoder_pool.planning.call_queue import CallQueue
 from encoder_pool.planning.encode_job import (
+    LONG_DECODING,
+    SHORT_DECODING,
+    SOUND,
     EncodeJob,
     EncodeJobTotals,
     EncodeWaiter,
@@ -111,18 +114,26 @@ class EncodeJobs:
         longer make stays in `waiter.missing`; the waiter joins again when this job has ended."""
         item = waiter.item
         job = self._hash_to_job.get(item.mm_hash)
+        is_new = job is None
         if job is None:
             places = tuple(rows / item.num_tokens for rows in accumulate(item.unit_tokens, initial=0))
             job = self._hash_to_job[item.mm_hash] = EncodeJob(item, waiter.data, places=places)
             job.waits_at_s = self._now()
-        self._add_waiter(job, waiter)
-        with self._changing(job):
-            if job.phase is not Phase.ENCODING:
-                costs = split_cost(item.cost, item.unit_tokens)
-                for unit in waiter.missing:
-                    if unit >= job.num_decoded:
-                        job.want(unit, costs[unit])
+            self._want_missing(job, waiter)
+            self.totals.count(job, 1)
+        elif job.phase is not Phase.ENCODING:
+            with self._changing(job):
+                self._want_missing(job, waiter)
+        # The units are wanted before, so that the waiter's call is counted and ranked once.
+        self._add_waiter(job, waiter, is_new=is_new)
         return job
+
+    def _want_missing(self, job: EncodeJob, waiter: EncodeWaiter) -> None:
+        """Adds the units that a waiter misses and that are still to be decoded."""
+        costs = split_cost(waiter.item.cost, waiter.item.unit_tokens)
+        for unit in waiter.missing:
+            if unit >= job.num_decoded:
+                job.want(unit, costs[unit])
 
     def has_joined(self, waiter: EncodeWaiter) -> bool:
         """Returns whether the waiter has joined a job and is still one of its waiters."""
@@ -165,7 +176,7 @@ class EncodeJobs:
         worker may not have a job, that worker's later jobs of the same kind (long or short) wait too, and other
         workers' jobs do not. Each worker contributes only a few jobs. The caller must finish the iteration before
         the jobs change."""
-        stages = [JobStage("decoding", is_long=is_long) for is_long in ((False, True) if may_be_long else (False,))]
+        stages = (SHORT_DECODING, LONG_DECODING) if may_be_long else (SHORT_DECODING,)
         lines = [
             islice(self._waiting_for(stage, worker_id), LOOK_AHEAD)
             for stage in stages
@@ -237,7 +248,7 @@ class EncodeJobs:
     def queued_sounds(self) -> Iterator[QueuedSound]:
         """Yields decoded sounds that wait for the device to make units of them, in order of rank. The caller must
         finish the iteration before the jobs change."""
-        for rank, job in self._in_line(JobStage("sound")):
+        for rank, job in self._in_line(SOUND):
             yield QueuedSound(rank, job.item.mm_hash, job.item.cost)
 
     def sound_started(self, mm_hash: MmHash) -> tuple[EncodeJob, Waveform]:
@@ -416,16 +427,14 @@ class EncodeJobs:
                 self._leave_stage(waiting, job, stage)
                 self._enter_stage(waiting, job, waiter, new_stage)
 
-    def _add_waiter(self, job: EncodeJob, waiter: EncodeWaiter) -> None:
+    def _add_waiter(self, job: EncodeJob, waiter: EncodeWaiter, *, is_new: bool) -> None:
         job.note_waits(self._now())
         waiter.joined_at = job.waits
-        waiter.is_shared = waiter.is_shared or bool(job.waiters or job.unit_to_cost)
+        waiter.is_shared = waiter.is_shared or not is_new
         job.waiters[waiter] = None
         waiting = self._call_to_waiting.get(waiter.call)
         if waiting is None:
-            rank = waiter.turn.rank(0.0, self._patience, 0)
-            waiting = WaitingCall(waiter.turn, waiter.destination.worker_id, rank)
-            self._call_to_waiting[waiter.call] = waiting
+            waiting = self._call_to_waiting[waiter.call] = WaitingCall(waiter.turn, waiter.destination.worker_id)
         waiting.num_waiters += 1
         waiting.modality_to_cost[job.item.modality] += job.remaining_cost
         waiting.modality_to_units[job.item.modality] += len(job.unit_to_cost)

@@ -42,6 +42,8 @@ class FeatureTable:
 
     def __init__(self, source: FeatureSource, clock: Clock, lease_s: float, log: FeatureLog) -> None:
         self._source = source
+        self.total_bytes = source.usage().total_bytes
+        """Holds the size of the arena, which never changes."""
         self._log = log
         self._unit_to_entry: dict[UnitKey, FeatureEntry] = {}
         self._slot_id_to_unit: dict[int, UnitKey] = {}
@@ -82,7 +84,7 @@ class FeatureTable:
         if not self.has_shares:
             return True
         used_bytes = self._state_to_bytes[FeatureState.ENCODING] + self._state_to_bytes[FeatureState.STAGED]
-        free_bytes = self._source.usage().total_bytes - used_bytes
+        free_bytes = self.total_bytes - used_bytes
         return is_within_share(self._worker_to_bytes[worker_id], nbytes, free_bytes)
 
     def may_lease(self, worker_id: MemberId, unit: UnitKey) -> bool:
@@ -195,7 +197,7 @@ class FeatureTable:
         stats = copy(self._stats)
         stats.used_bytes = nbytes[FeatureState.ENCODING] + nbytes[FeatureState.STAGED]
         stats.cached_bytes = nbytes[FeatureState.ENCODED]
-        stats.total_bytes = self._source.usage().total_bytes
+        stats.total_bytes = self.total_bytes
         stats.num_leases = len(self._leases)
         stats.num_encoding = count[FeatureState.ENCODING]
         stats.encoding_bytes = nbytes[FeatureState.ENCODING]
