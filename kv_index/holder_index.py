@@ -297,6 +297,10 @@ class FeatureIndex:
         """Returns the slots of the members that hold all units of the item, which then counts as used."""
         return self._table.holders(_feature_key(mm_hash))
 
+    def holders_of(self, mm_hashes: Sequence[MmHash]) -> Sequence[Sequence[int]]:
+        """Returns what `holders` returns for each of these items."""
+        return self._table.holders_of([_feature_key(mm_hash) for mm_hash in mm_hashes])
+
     def stats(self) -> IndexStats:
         return self._members.stats()
 

@@ -570,6 +570,13 @@ uint32_t ht_holders(Table *t, const uint8_t *hash, int32_t *slots) {
     return count;
 }
 
+/* Writes the holders of several blocks one after the other, and how many each has. Returns how many they are in all. */
+uint32_t ht_holders_of(Table *t, const uint8_t *hashes, uint32_t num, uint32_t *counts, int32_t *slots) {
+    uint32_t total = 0;
+    for (uint32_t k = 0; k < num; k++) total += counts[k] = ht_holders(t, hashes + 16 * (size_t)k, slots + total);
+    return total;
+}
+
 /* ---------------------------------------------------------------- what is known about the table */
 
 /* Writes: entries, evicted, refused, bytes in use, sets, moved from the end of the list, entry that is swept next. */

@@ -17,7 +17,7 @@ import functools
 import logging
 import weakref
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -87,6 +87,9 @@ class HolderTable(Protocol):
         """Returns the slots of the members that hold the block, which then counts as used."""
         ...
 
+    def holders_of(self, blocks: Sequence[bytes]) -> list[list[int]]:
+        """Returns what `holders` returns for each of these blocks."""
+
     def stats(self) -> TableStats: ...
 
     def check_invariants(self) -> None:
@@ -121,6 +124,7 @@ def _library() -> ctypes.CDLL | None:
         "ht_remove": ([pointer, u32, text, u32], None),
         "ht_lookup": ([pointer, text, u32, pointer, u32], None),
         "ht_holders": ([pointer, text, pointer], u32),
+        "ht_holders_of": ([pointer, text, u32, pointer, pointer], u32),
         "ht_stats": ([pointer, pointer], None),
         "ht_check": ([pointer], ctypes.c_int),
     }
@@ -146,7 +150,9 @@ class NativeTable:
         self._library = library
         self._lookup = library.ht_lookup
         self._num_slots = 0
-        self._slots = np.zeros(0, dtype=np.int32)
+        self._slots = (ctypes.c_int32 * 0)()
+        """Has room for the holders of as many blocks as `_counts` has."""
+        self._counts = (ctypes.c_uint32 * 0)()
         self._depths: Depths | None = None
         """Holds the array of the latest lookup, so that the next one with the same array need not check it."""
         self._depths_at = 0
@@ -157,7 +163,7 @@ class NativeTable:
             raise MemoryError("there is no memory for one more member of the index")
         if slot >= self._num_slots:
             self._num_slots, self._depths = slot + 1, None
-            self._slots = np.zeros(self._num_slots, dtype=np.int32)
+            self._slots, self._counts = (ctypes.c_int32 * 0)(), (ctypes.c_uint32 * 0)()
         return member
 
     def leave(self, member: int) -> None:
@@ -180,9 +186,19 @@ class NativeTable:
         self._lookup(self._table, hashes, len(hashes) // KV_HASH_BYTES, self._depths_at, len(depths))
 
     def holders(self, block: bytes) -> list[int]:
-        count = self._library.ht_holders(self._table, block, self._slots.ctypes.data)
-        slots: list[int] = self._slots[:count].tolist()
-        return slots
+        return self.holders_of([block])[0]
+
+    def holders_of(self, blocks: Sequence[bytes]) -> list[list[int]]:
+        num, total = len(blocks), 0
+        if num > len(self._counts):
+            self._counts, self._slots = (ctypes.c_uint32 * num)(), (ctypes.c_int32 * (num * self._num_slots))()
+        if not self._library.ht_holders_of(self._table, b"".join(blocks), num, self._counts, self._slots):
+            return [[] for _ in blocks]
+        found = []
+        for count in self._counts[:num]:
+            found.append(self._slots[total : total + count])
+            total += count
+        return found
 
     def stats(self) -> TableStats:
         numbers = np.zeros(7, dtype=np.uint64)
@@ -348,6 +364,9 @@ class PlainTable:
         return [self._slots[member] for member in _bits(self._masks[row] & self._live)]
 
     # -------------------------------------------------------- rows
+
+    def holders_of(self, blocks: Sequence[bytes]) -> list[list[int]]:
+        return [self.holders(block) for block in blocks]
 
     def _set_mask(self, row: int, mask: int) -> None:
         self._masks[row] = self._mask_to_itself.setdefault(mask, mask)

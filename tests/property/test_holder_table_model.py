@@ -97,6 +97,12 @@ class TwoTables(RuleBasedStateMachine):
         assert first == second
         assert set(first) <= {slot for slot, held in enumerate(self.held) if (number,) in held}
 
+    @rule(numbers=st.lists(st.integers(0, 2), max_size=4))
+    def ask_for_holders_of_several(self, numbers: list[int]) -> None:
+        blocks = [path_hash((number,)) for number in numbers]
+        native, plain = self.tables
+        assert native.holders_of(blocks) == [plain.holders(block) for block in blocks]
+
     @invariant()
     def is_consistent(self) -> None:
         if not hasattr(self, "tables"):

@@ -220,4 +220,5 @@ def test_feature_holders_equal_the_model(
             truth = {slot for slot, each in enumerate(WORKERS) if mm_hash in member_to_held[each]}
             assert set(exact.holders(mm_hash)) == truth
             assert set(small.holders(mm_hash)) <= truth
+        assert exact.holders_of(HASHES) == [exact.holders(mm_hash) for mm_hash in HASHES]
         assert small.stats().num_keys <= max_items
