@@ -111,7 +111,6 @@ class SimEncoder:
             self._changed,
         )
         self.pipeline.open(FeatureSpec(1, table.worker.hidden_size, "bfloat16"))
-        self._calibrate()
         self._received: list[AttemptId] = []
         self._seq = 0
         self._flush: asyncio.TimerHandle | None = None
@@ -164,6 +163,8 @@ class SimEncoder:
             self.pipeline.pump()
 
     def start(self, first_report_s: float) -> None:
+        """Measures its forward passes, as an encoder does at boot, and begins to report."""
+        self._calibrate()
         self._loop.after(first_report_s, self._tick)
 
     def die(self) -> None:
@@ -217,7 +218,8 @@ class SimEncoder:
             if modality in self._config.modalities:
                 smallest = costs.forward[0][0]
                 for size in CALIBRATION_SIZES:
-                    self.pipeline.costs.observe(modality, size * smallest, costs.forward_s(size * smallest), 0.0)
+                    seconds = costs.forward_s(size * smallest) * self.slowness
+                    self.pipeline.costs.observe(modality, size * smallest, seconds, 0.0)
 
 
 # ---------------------------------------------------------------- what takes time

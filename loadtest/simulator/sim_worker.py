@@ -160,8 +160,6 @@ class SimWorker:
         self.scheduler = Scheduler(config, max_model_len, self._time, table.worker.scale_tokens)
         self._reporter = WorkerReporter(member.member_id, config, self.scheduler.stats(), self._feature_stats)
         self._reporter.epoch = member.epoch
-        costs = table.worker
-        self._reporter.costs.fit([(work, costs.step_s(work)) for work in CALIBRATION])
         self._commands: deque[Callable[[Update], None]] = deque()
         self._attempt_to_open: dict[AttemptId, OpenGeneration] = {}
         self._is_turning = False
@@ -237,7 +235,9 @@ class SimWorker:
                 send(KvSnapshot(worker_id, epoch, last_seq, tuple(chains), number, is_last))
 
     def start(self, first_report_s: float) -> None:
-        """Begins to report, once at once and then at the configured interval."""
+        """Measures its steps, as a worker does at boot, and begins to report, once at once and then at the configured
+        interval."""
+        self._reporter.costs.fit([(work, self._step_s(work)) for work in CALIBRATION])
         self._loop.after(first_report_s, self._tick)
 
     def die(self) -> list[tuple[OpenGeneration, int]]:
