@@ -141,12 +141,13 @@ class InFlight:
 
     def features(self, mm_hash: MmHash, now: float, attempt_id: AttemptId) -> list[tuple[int, float]]:
         """Returns the encoder slots that make the feature for another attempt than this one, with the seconds until it
-        is complete."""
+        is complete. A feature that is late is taken to need as long again as it is late, because something that the
+        prediction did not know holds it up."""
         flights = self._hash_to_flights.get(mm_hash)
         if not flights:
             return []
         others = [each for each in flights.values() if any(user != attempt_id for user in each.users)]
-        return [(each.slot, max(each.done_s - now, 0.0)) for each in others]
+        return [(each.slot, abs(each.done_s - now)) for each in others]
 
     def promised_blocks(self, scheme: KvScheme, hashes: bytes, depths: Floats) -> bool:
         """Raises `depths`, which is indexed by worker slot, to the leading blocks that each worker computes, or has

@@ -220,6 +220,16 @@ def test_an_encoding_that_failed_leaves_no_load_and_no_flight_to_wait_for() -> N
     assert route(state, query(image(0), 10, attempt="r1"), 1.0).explanation.winner.items[0].load == 256
 
 
+def test_a_flight_that_is_late_is_not_taken_for_one_that_has_landed() -> None:
+    state = cluster_of(num_workers=2, num_encoders=4)
+    first = route(state, query(image(0), 10, attempt="first"), 0.0).explanation.winner.items[0]
+    done_s = first.landing_s - first.transfer_s
+    (soon,) = route(state, query(image(0), 10, attempt="soon"), 1.1 * done_s).explanation.winner.items
+    assert (soon.encoder_id, soon.wait_s) == (first.encoder_id, pytest.approx(0.1 * done_s))
+    (late,) = route(state, query(image(0), 10, attempt="late"), 5.0 * done_s).explanation.winner.items
+    assert late.encoder_id != first.encoder_id, "to encode it again takes less than the feature is late"
+
+
 def test_requests_with_one_new_prompt_go_to_the_worker_that_computes_it_where_that_is_faster() -> None:
     """Its steps have room for 512 tokens, so the prompt takes many steps, and all but the last are cached in time. The
     others would have to compute the whole prompt behind a queue of their own."""
