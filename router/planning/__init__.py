@@ -2,8 +2,8 @@
 
 `plan_types` defines what the planner is asked and answers, and `route_plan` makes the choice. It compares times:
 `predictions` says when workers and encoders begin, and `landings` when the features of media land, with the encoders
-chosen for that. Both are computed in C; `vector_predictions` and `landing_search` compute the same for machines without
-a compiler. What they read of the members is in the columns of `member_columns`.
+chosen for that. `compiled_search` does all of it in one call of C; these modules, with `landing_search`, do the same
+for machines without a compiler. What they read of the members is in the columns of `member_columns`.
 
 `cluster_state` keeps the router's picture of the cluster, in these columns and in `member_state`; `member_costs` keeps
 what the work of one member costs, `cost_columns` the same for all members as arrays, and `saved_costs` what stays for

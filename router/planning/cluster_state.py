@@ -38,11 +38,11 @@ from modalities.family import ModelShape
 from router.planning.cost_learning import EstimatorName, Learning, StageError
 from router.planning.kv_room import KvRoom, RoomColumns, RoomNeed
 from router.planning.link_classes import LinkOverride, LinkPlace
-from router.planning.member_columns import EncoderColumns, Floats, LinkPatterns, WorkerColumns
+from router.planning.member_columns import ClusterColumns, EncoderColumns, Floats, LinkPatterns, WorkerColumns
 from router.planning.member_costs import CostDefaults
 from router.planning.member_state import EncoderShare, EncoderState, InFlight, WorkerShare, WorkerState
-from router.planning.plan_types import ItemTerms, RoutePlan, RouteQuery
-from router.planning.route_plan import Chance, ClusterColumns, PlanSettings, QueryHints, plan_encoding, plan_route
+from router.planning.plan_types import Chance, ItemTerms, PlanSettings, QueryHints, RoutePlan, RouteQuery
+from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.saved_costs import SavedCosts
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
@@ -210,21 +210,25 @@ class ClusterState:
 
     def hints(self, query: RouteQuery, now: float) -> QueryHints:
         """Returns what the indexes and the requests in flight say of a query."""
-        workers = self._worker_columns
         depths = self._depths(query.scheme_to_hashes)
         promised: Floats | None = None
         for scheme, hashes in query.scheme_to_hashes.items():
-            raised = np.zeros(len(workers))
-            if self._in_flight.promised_blocks(scheme, hashes, raised):
+            raised = self._in_flight.promised_blocks(scheme, hashes)
+            if raised is not None:
                 promised = raised * scheme.block_size if promised is None else promised + raised * scheme.block_size
+        if not query.media:
+            return QueryHints(depths, promised)
         ready: dict[MmHash, list[tuple[int, float]]] = {}
         kept: dict[MmHash, Sequence[int]] = {}
-        for mm_hash in {item.mm_hash for item in query.media}:
-            here = [(slot, 0.0) for slot in self._features.holders(mm_hash)]
-            if found := self._in_flight.features(mm_hash, now, query.attempt_id) + here:
+        hashes_of_media = list(dict.fromkeys([item.mm_hash for item in query.media]))
+        encoder_slots, worker_slots = (each.holders_of(hashes_of_media) for each in (self._features, self._kept))
+        for mm_hash, holders, keepers in zip(hashes_of_media, encoder_slots, worker_slots, strict=True):
+            found = self._in_flight.features(mm_hash, now, query.attempt_id)
+            found += [(slot, 0.0) for slot in holders]
+            if found:
                 ready[mm_hash] = found
-            if holders := self._kept.holders(mm_hash):
-                kept[mm_hash] = holders
+            if keepers:
+                kept[mm_hash] = keepers
         return QueryHints(depths, promised, ready, kept)
 
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:
@@ -414,8 +418,8 @@ class ClusterState:
         workers = self._worker_columns
         shared = np.zeros(len(workers))
         for scheme, hashes in scheme_to_hashes.items():
-            depths = np.zeros(len(workers))
-            if self._in_flight.promised_blocks(scheme, hashes, depths):
+            depths = self._in_flight.promised_blocks(scheme, hashes)
+            if depths is not None:
                 shared += np.minimum(depths, self._depths({scheme: hashes})) * scheme.block_size
         return shared
 

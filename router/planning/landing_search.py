@@ -1,4 +1,4 @@
-"""Searches encoders for the media of a request in Python. It is the algorithm of `landings.c`, for machines without a C
+"""Searches encoders for the media of a request in Python. It is the algorithm of `landings.h`, for machines without a C
 compiler, and makes the same choices. `LandingProblem` is what both search in, and the other types are what they answer.
 
 The module knows what `landings` says of the model: a request's items queue behind each other on an encoder, and its
@@ -172,13 +172,13 @@ def improve(
         climber.best_single,
         *(partial(row.greedy, each) for each in orders),
     ]
-    for start in starts if row.num_lacking > 1 else ():
+    for start in starts if row.num_lacking > 1 and max_trials > 0 else ():
         if best.unit == NONE or (trial := start()) is None:
             continue
         score, trial = climber.climb(trial, max_trials // 4)
         if score[:2] < best[:2]:
             best, chosen = score, trial
-    if row.num_lacking > 1:
+    if row.num_lacking > 1 and max_trials > 0:
         best, chosen = climber.climb(chosen, max_trials, is_wide=True)
     stages = [ItemStage(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)] * problem.num_items
     landings_s = np.array(row.land(chosen, stages), np.float64)
@@ -324,6 +324,8 @@ class _Row:
             best_s = FAR
             for alone_s, _, encoder in self.shortlist(item) if self.lacking[item] else ():
                 link_s, done_s = self.link_s(item, encoder), alone_s
+                if alone_s + link_s >= best_s:
+                    continue
                 if encoder in lanes:
                     done_s = search.put(item, encoder, lanes[encoder].copy(), None, None)
                 if done_s + link_s < best_s:

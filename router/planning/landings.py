@@ -10,7 +10,7 @@ holds, or that is on its way there, costs only its transfer. `LandingProblem` ho
 
 `land_rows` makes a greedy choice for each row: a row stands for the workers that lack the same items and reach all
 encoders over links of the same classes. `improve` then improves the choice for one worker, because a greedy choice may
-be a few percent worse than the best one. Both are computed in C (`landings.c`), or in Python where the machine has no
+be a few percent worse than the best one. Both are computed in C (`landings.h`), or in Python where the machine has no
 compiler (`landing_search`). The module knows nothing of how the numbers come about, or of the score of a worker except
 that a unit which lands later may end its prefill later.
 """
@@ -18,14 +18,12 @@ that a unit which lands later may end its prefill later.
 from __future__ import annotations
 
 import ctypes
-import functools
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.c_library import load_c_library
-from router.planning import landing_search
+from router.planning import compiled_search, landing_search
+from router.planning.compiled_search import MAX_TRIALS
 from router.planning.landing_search import (
     Bytes,
     Floats,
@@ -38,14 +36,11 @@ from router.planning.landing_search import (
 )
 from router.planning.member_columns import address_of
 
-MAX_TRIALS = 320
-"""Limits the assignments that `improve` tries. A request of eight pictures needs about 100."""
-
 
 def land_rows(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> LandingRows:
     """Chooses encoders for each row and predicts the landings. `classes` holds the link class of each encoder, with
     shape `(rows, stride)`, and `lacks` says which items the row lacks, with shape `(rows, items)`."""
-    num_rows, library = len(lacks), _library()
+    num_rows, library = len(lacks), compiled_search.load_library()
     if library is None:
         return landing_search.land_rows(problem, classes, lacks)
     rows = LandingRows(
@@ -67,13 +62,7 @@ def land_rows(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> LandingR
 def land_idle(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> Floats:
     """Returns the landings of the greedy choice for one row with every queue empty, and with all features complete that
     are on their way. Has shape `(units,)`."""
-    library = _library()
-    if library is None:
-        found: Floats = landing_search.land_rows(problem.idle(), classes[None, :], lacks[None, :]).landings_s[0]
-        return found
-    landings_s = np.empty(problem.num_units)
-    described = ctypes.byref(_described(problem))
-    library.land_idle(described, address_of(classes), address_of(lacks), address_of(landings_s))
+    landings_s: Floats = land_rows(problem.idle(), classes[None, :], lacks[None, :]).landings_s[0]
     return landings_s
 
 
@@ -87,7 +76,7 @@ def improve(
 ) -> Improved:
     """Returns a choice for one worker that is at least as good as `encoders`, the choice of `land_rows` for the same
     problem. The arrays are those of one row. With `max_trials` 0 the choice stays."""
-    library = _library()
+    library = compiled_search.load_library()
     if library is None:
         return landing_search.improve(problem, classes, lacks, encoders, goal, max_trials)
     chosen, landings_s = encoders.copy(), np.empty(problem.num_units)
@@ -133,7 +122,7 @@ _OFFER = np.dtype("f8, i8, i8")
 
 
 class _CProblem(ctypes.Structure):
-    """Mirrors `Problem` in `landings.c`."""
+    """Mirrors `Problem` in `landings.h`."""
 
     _fields_ = [(name, ctypes.c_int64) for name in _COUNTS] + [(name, ctypes.c_void_p) for name in _ARRAYS]
 
@@ -162,17 +151,3 @@ def _offers(problem: LandingProblem) -> npt.NDArray[np.void]:
     if found is None:
         found = problem.kept["offers"] = np.empty(problem.num_items * problem.num_encoders, _OFFER)
     return found
-
-
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = load_c_library(Path(__file__).with_name("landings.c"))
-    if library is not None:
-        pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        library.land_rows.argtypes = [pointer, number, pointer, pointer, number, *[pointer] * 3]
-        library.land_rows.restype = None
-        library.land_idle.argtypes = [pointer] * 4
-        library.land_idle.restype = None
-        library.improve.argtypes = [*[pointer] * 4, seconds, seconds, pointer, number, *[pointer] * 3]
-        library.improve.restype = seconds
-    return library

@@ -14,8 +14,8 @@ choice between members.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -321,6 +321,7 @@ class EncoderColumns(SlotColumns):
     def _widen(self, num_modalities: int) -> None:
         more = num_modalities - len(self.rates)
         if more > 0:
+            self._described.clear()
             self.rates = np.pad(self.rates, ((0, more), (0, 0), (0, 0)))
             self.is_able = np.pad(self.is_able, ((0, more), (0, 0)))
 
@@ -373,3 +374,16 @@ class LinkPatterns:
         self.classes = np.frombuffer(b"".join(row_to_pattern), np.uint8).reshape(-1, capacity).copy()
         self.pattern_of_worker = np.array(patterns, np.int64)
         self.is_stale = False
+
+
+class ClusterColumns(NamedTuple):
+    """Holds everything that plans read of the members."""
+
+    workers: WorkerColumns
+    encoders: EncoderColumns
+    patterns: LinkPatterns
+    links: Floats
+    """Holds alpha and beta of each link class, with shape `(link classes, 2)`."""
+    modality_to_row: Mapping[str, int]
+    """Maps a modality to its row in `EncoderColumns.rates`, from 1. No encoder is able to take what has row 0."""
+    context_scale_tokens: float

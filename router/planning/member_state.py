@@ -149,11 +149,11 @@ class InFlight:
         others = [each for each in flights.values() if any(user != attempt_id for user in each.users)]
         return [(each.slot, abs(each.done_s - now)) for each in others]
 
-    def promised_blocks(self, scheme: KvScheme, hashes: bytes, depths: Floats) -> bool:
-        """Raises `depths`, which is indexed by worker slot, to the leading blocks that each worker computes, or has
-        computed, for an attempt that has not ended. Returns whether there are any."""
+    def promised_blocks(self, scheme: KvScheme, hashes: bytes) -> Floats | None:
+        """Returns the leading blocks that each worker computes, or has computed, for an attempt that has not ended,
+        with shape `(worker slots,)`. Returns None if there are no such blocks."""
         prompts = self._prompts.get(scheme)
-        return prompts is not None and prompts.raise_depths(hashes, depths)
+        return None if prompts is None else prompts.depths(hashes, len(self._workers))
 
     def chain_to(self, worker_id: MemberId, block: bytes) -> bytes:
         """Returns the hashes of the blocks from the root to `block`, if an open attempt on the worker has a prompt with
@@ -306,6 +306,7 @@ class _Flight:
 
 _STRIDE = 8
 """Prompts in flight are known at each block whose number is a multiple of this, so that a dispatch costs little."""
+_MARK_BYTES = _STRIDE * KV_HASH_BYTES
 
 
 class _Prompts:
@@ -332,18 +333,19 @@ class _Prompts:
             if not slots:
                 del self._hash_to_slots[mark]
 
-    def raise_depths(self, hashes: bytes, depths: Floats) -> bool:
-        is_found = False
-        for number, mark in enumerate(self._marks(hashes), start=1):
-            slots = self._hash_to_slots.get(mark)
+    def depths(self, hashes: bytes, num_workers: int) -> Floats | None:
+        """Returns how many leading blocks of a prompt each worker computes, or None if none does."""
+        depths: Floats | None = None
+        for end in range(_MARK_BYTES, len(hashes) + 1, _MARK_BYTES):
+            slots = self._hash_to_slots.get(hashes[end - KV_HASH_BYTES : end])
             if slots is None:
                 break  # A block's hash contains those before it, so no later block is known either.
-            is_found = True
+            if depths is None:
+                depths = np.zeros(num_workers)
             for slot in slots:
-                depths[slot] = max(depths[slot], number * _STRIDE)
-        return is_found
+                depths[slot] = end // KV_HASH_BYTES
+        return depths
 
     @staticmethod
     def _marks(hashes: bytes) -> list[bytes]:
-        step = _STRIDE * KV_HASH_BYTES
-        return [hashes[end - KV_HASH_BYTES : end] for end in range(step, len(hashes) + 1, step)]
+        return [hashes[end - KV_HASH_BYTES : end] for end in range(_MARK_BYTES, len(hashes) + 1, _MARK_BYTES)]

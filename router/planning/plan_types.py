@@ -1,5 +1,5 @@
-"""Defines what the planner is asked and what it answers, as frozen values: a `RouteQuery` goes in, and a `RoutePlan`
-with its `Explanation` comes out.
+"""Defines what the planner is asked and what it answers, as frozen values: a `RouteQuery` with its `QueryHints` goes
+in, and a `RoutePlan` with its `Explanation` comes out.
 
 Times are seconds, costs of media are patches, and lengths are tokens. Types of which many are made per request are
 structs, which are made faster than dataclasses. The module knows nothing of how a plan is made.
@@ -7,11 +7,13 @@ structs, which are made faster than dataclasses. The module knows nothing of how
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fabric.contracts import AttemptId, KvScheme, MediaItem, MemberId, MmHash, PlaceholderRange
 
@@ -35,6 +37,38 @@ class RouteQuery:
     """Holds the members that this request must not try again."""
     priority: int = 0
     """Holds the request's priority at encoders; the lowest number goes first."""
+
+
+class QueryHints(NamedTuple):
+    """Holds what the indexes, and this router's own dispatches, say of one query."""
+
+    depths: npt.NDArray[np.int32]
+    """Counts the leading blocks of the prompt that each worker's KV holds. Has shape `(worker slots,)`."""
+    promised_tokens: npt.NDArray[np.float64] | None = None
+    """Counts the leading tokens of the prompt that each worker holds or computes already for another request; None if
+    no request in flight begins like this one."""
+    encoder_ready: Mapping[MmHash, Sequence[tuple[int, float]]] = {}
+    """Maps a hash to the encoder slots that have the features, or make them, with the seconds until they are
+    complete."""
+    worker_kept: Mapping[MmHash, Sequence[int]] = {}
+    """Maps a hash to the slots of the workers that keep its features."""
+
+
+class PlanSettings(NamedTuple):
+    """Holds the settings of the choice; `PlannerSettings` explains them."""
+
+    stale_after_s: float = 3.0
+    tolerance: float = 0.02
+    affinity_limit_s: float = 10.0
+    exploration: float = 0.0
+    num_alternatives: int = 3
+
+
+class Chance(NamedTuple):
+    """Holds the random numbers of one plan, in [0, 1)."""
+
+    tie_break: float = 0.0
+    explore: float = 1.0
 
 
 # ------------------------------------------------------------ what work costs

@@ -17,43 +17,105 @@ on it as not done, and counts as busy for some time more, because nothing is kno
 An encoder serves its queue by the rule of `fabric.contracts.encoder_queue`, and the waits here are those of that
 module, for all encoders and for all sizes of new work.
 
-The functions change no column. They are computed in C (`predictions.c`), or with numpy where the machine has no
-compiler (`vector_predictions`). They know nothing of media, of links, or of a request except its size.
+The functions change no column. They compute with numpy; a plan takes the same from `predictions.h` where there is a
+compiler, and a test holds the two equal. They know nothing of media, of links, or of a request except its size.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.c_library import load_c_library
 from fabric.contracts import NUM_BINS
-from router.planning import vector_predictions
-from router.planning.member_columns import MAX_SILENCE_S, EncoderColumns, Floats, WorkerColumns, address_of
-from router.planning.vector_predictions import DeviceWaits, MediaRuns, RequestSize, WorkerTimes
+from router.planning.member_columns import EncoderColumns, Floats, WorkerColumns
+
+# ------------------------------------------------------------ what is asked and answered
+
+
+class RequestSize(NamedTuple):
+    """Holds what the predictions know of a request, and of its prompt at each worker."""
+
+    num_tokens: int
+    scale_tokens: float
+    """This is the context at which a token's attention costs as much as the rest of the token."""
+    depths: npt.NDArray[np.int32]
+    """Counts the leading blocks of the prompt that each worker's KV holds. Has shape `(slots,)`."""
+    promised_tokens: Floats | None
+    """Counts the leading tokens of the prompt that each worker has or computes for another request; None if no request
+    in flight begins like this one. Has shape `(slots,)`."""
+
+
+class WorkerTimes(NamedTuple):
+    """Says when each worker begins with the request, and how it continues. All arrays have shape `(slots,)`."""
+
+    held: Floats
+    """Counts the leading tokens of the prompt whose KV the worker has. A worker whose reports stopped counts as having
+    none."""
+    covered: Floats
+    """Counts the leading tokens that need no computing. It includes those that the worker computes for a request ahead,
+    except in the step that both requests may share: what that step computes is cached too late."""
+    weighted: Floats
+    """Counts the weighted tokens to compute."""
+    own_s: Floats
+    """Holds the time that they take."""
+    queue_s: Floats
+    """This is the time until the first step that computes a part of the request begins."""
+    shared_s: Floats
+    """This is the time that this first step spends on the requests ahead, plus one step more if that step has no room
+    for the whole request because of them."""
+    s_per_token: Floats
+    """This is the pace of the request's own weighted tokens. It contains the cost of its steps before the last, as many
+    as it takes alone."""
+    last_s: Floats
+    """This is the cost of the last step, without its prompt tokens."""
+    start_s: Floats
+    """This is `queue_s` + `shared_s`."""
+
+
+class DeviceWaits(NamedTuple):
+    """Says when encoders begin with new work, by the size of that work."""
+
+    waits_s: Floats
+    """Holds the wait behind the first `k` bins of a queue. Has shape `(NUM_BINS + 1, capacity)`."""
+    sizes_s: Floats
+    """New work of at least `sizes_s[k]` seconds is behind bin `k`. Has shape `(NUM_BINS, capacity)`."""
+
+
+class MediaRuns(NamedTuple):
+    """Holds the runs of placeholders of some media. All arrays have shape `(runs,)`."""
+
+    unit: npt.NDArray[np.int64]
+    end: Floats
+    behind: Floats
+    """Counts the weighted tokens from the run's start to the end of the prompt."""
+
+
+# ------------------------------------------------------------ the predictions
 
 
 def worker_times(workers: WorkerColumns, size: RequestSize, now: float, stale_after_s: float) -> WorkerTimes:
     """Predicts the times of a request that arrives at `now`."""
-    library = _library()
-    if library is None:
-        return vector_predictions.worker_times(workers, size, now, stale_after_s)
-    num = len(workers)
-    times = np.empty((len(WorkerTimes._fields), num))
-    first, step = address_of(times), 8 * num
-    promised = None if size.promised_tokens is None else address_of(size.promised_tokens)
-    request = _CRequest(
-        now, stale_after_s, MAX_SILENCE_S, size.num_tokens, size.scale_tokens, address_of(size.depths), promised
-    )
-    out = _CTimes(*range(first, first + step * len(times), step))
-    described = workers.described(_CWorkers)
-    described.num = num
-    library.worker_times(ctypes.byref(described), ctypes.byref(request), ctypes.byref(out))
-    return WorkerTimes(*times)
+    num, num_tokens = len(workers), float(size.num_tokens)
+    queues = _worker_queues(workers, now, stale_after_s)
+    block_size = np.maximum(workers.block_size[:num], 1.0)
+    num_blocks = np.minimum(size.depths[:num], np.floor((num_tokens - 1.0) / block_size))
+    is_known = np.ones(num, bool)
+    if queues.silence_s is not None:  # The cache of a worker has changed since its last report.
+        is_known = (queues.silence_s == 0.0) | (workers.is_reported[:num] == 0.0)
+        num_blocks = num_blocks * is_known
+    covered = held = num_blocks * block_size
+    if size.promised_tokens is not None:
+        promised = np.minimum(size.promised_tokens[:num], max(num_tokens - 1.0, 0.0)) - np.ceil(queues.num_shared)
+        covered = np.maximum(held, np.floor(promised / block_size) * block_size * is_known)
+    missing = num_tokens - covered
+    weighted = missing * (1.0 + (covered + 0.5 * missing) / size.scale_tokens)
+    need = _Need(missing, weighted, np.ceil(num_tokens / block_size) - num_blocks)
+    queue_s, shared_s, s_per_token = _starts(workers, queues, need)
+    own_s = s_per_token * weighted
+    start_s = queue_s + shared_s
+    return WorkerTimes(held, covered, weighted, own_s, queue_s, shared_s, s_per_token, queues.step_s, start_s)
 
 
 def await_landings(
@@ -61,111 +123,143 @@ def await_landings(
 ) -> None:
     """Raises `end_s`, the end of each worker's prefill, where the landings permit no earlier end. `landings_s` has
     shape `(rows, units)`; the row of each worker's slot is in `row_of_worker`."""
-    library = _library()
-    if library is None:
-        vector_predictions.await_landings(times, landings_s, row_of_worker, runs, end_s)
-        return
-    library.await_landings(
-        len(end_s),
-        address_of(row_of_worker),
-        address_of(landings_s),
-        landings_s.shape[1],
-        len(runs.unit),
-        address_of(runs.unit),
-        address_of(runs.end),
-        address_of(runs.behind),
-        address_of(times.covered),
-        address_of(times.weighted),
-        address_of(times.s_per_token),
-        address_of(end_s),
-    )
+    landed_s = landings_s[:, runs.unit][row_of_worker]
+    awaited_s = landed_s + times.s_per_token[:, None] * np.minimum(runs.behind, times.weighted[:, None])
+    awaited_s[runs.end <= times.covered[:, None]] = -np.inf
+    np.maximum(end_s, awaited_s.max(axis=1), out=end_s)
 
 
 def device_waits(encoders: EncoderColumns, now: float, stale_after_s: float, priority: int) -> DeviceWaits:
     """Returns the waits at all encoders for new work that arrives at `now`. They equal those of
     `fabric.contracts.wait_s` for one encoder and one size of work; what this router has open on a silent encoder, and
     the silence itself, count in addition."""
-    library = _library()
-    if library is None:
-        return vector_predictions.device_waits(encoders, now, stale_after_s, priority)
-    found = np.empty((2 * NUM_BINS + 1, encoders.capacity))
-    described = encoders.described(_CEncoders)
-    described.num, described.stride, described.num_bins = len(encoders), encoders.capacity, NUM_BINS
-    first = address_of(found)
-    sizes = first + 8 * encoders.capacity * (NUM_BINS + 1)
-    library.device_waits(ctypes.byref(described), now, stale_after_s, MAX_SILENCE_S, priority, first, sizes)
-    return DeviceWaits(found[: NUM_BINS + 1], found[NUM_BINS + 1 :])
+    silence_s = encoders.silence_s(now, stale_after_s)
+    profiles = encoders.profiles + encoders.pending_profiles
+    seconds, moments = profiles[:NUM_BINS], profiles[NUM_BINS:]
+    num = len(encoders)
+    ages_s = np.where(encoders.is_reported > 0.0, now - encoders.report_at_s, 0.0)
+    sizes_s = (moments / np.maximum(seconds, 1e-12) - ages_s) / np.maximum(encoders.patience, 1e-9)
+    sizes_s = np.where(seconds > 0.0, sizes_s * (1.0 - 1e-9), -np.inf)
+    if priority:
+        sizes_s[1:] = -np.inf if priority > 0 else np.inf
+    waits_s = np.zeros((NUM_BINS + 1, encoders.capacity))
+    np.cumsum(seconds, axis=0, out=waits_s[1:])
+    since_s = ages_s - encoders.forward_left_s
+    in_the_way_s = np.minimum(0.5 * encoders.unit_s, waits_s[-1] - since_s) * (since_s > 0.0)
+    waits_s -= since_s
+    np.maximum(waits_s, np.maximum(in_the_way_s, 0.0), out=waits_s)
+    if silence_s is not None:
+        # What this router has open on a silent encoder may all be ahead of the new work.
+        extra_s = silence_s + np.where(silence_s > 0.0, encoders.open_units[:num] - encoders.pending_units[:num], 0.0)
+        waits_s[:, :num] += extra_s
+    return DeviceWaits(waits_s, sizes_s)
 
 
-# ------------------------------------------------------------ the C library
+class _Queues(NamedTuple):
+    """Describes the steps of all workers and what is ahead of a request that arrives now. All arrays have shape
+    `(slots,)`."""
+
+    step_s: Floats
+    """Holds the time of one step without its prompt tokens."""
+    s_per_token: Floats
+    room: Floats
+    """Counts the prompt tokens that fit in one step."""
+    full_s: Floats
+    """Holds the time of a full step."""
+    begin_s: Floats
+    """Holds the time until the first step begins that has room for a part of the request."""
+    num_shared: Floats
+    """Counts the weighted tokens of other requests in that step."""
+    silence_s: Floats | None
+    """Holds the time for which a silent worker counts as busy; None if no worker is silent."""
+
+    def num_before_last(self, num_tokens: Floats) -> Floats:
+        """Returns how many steps this many tokens fill before their last one."""
+        found: Floats = np.floor((num_tokens - 1.0) / self.room)
+        return found
+
+    def seconds(self, num_tokens: Floats) -> Floats:
+        """Returns the time to compute this many tokens from a new step on."""
+        num_full = np.floor(num_tokens / self.room)
+        rest = num_tokens - num_full * self.room
+        found: Floats = num_full * self.full_s + (rest > 0.0) * (self.step_s + self.s_per_token * rest)
+        return found
 
 
-def _structure(name: str, counts: tuple[str, ...], doubles: tuple[str, ...], arrays: tuple[str, ...]) -> type:
-    fields = [(each, ctypes.c_int64) for each in counts] + [(each, ctypes.c_double) for each in doubles]
-    return type(name, (ctypes.Structure,), {"_fields_": fields + [(each, ctypes.c_void_p) for each in arrays]})
+class _Need(NamedTuple):
+    """Holds what a request needs on each worker, without the prefix that is cached there."""
+
+    num_tokens: Floats
+    weighted_tokens: Floats
+    num_blocks: Floats
+    """Counts the KV blocks that the request takes."""
 
 
-# These mirror the structures of `predictions.c`, field by field.
-_CWorkers = _structure(
-    "_CWorkers",
-    ("num",),
-    (),
-    (
-        "num_open",
-        "open_units",
-        "num_pending",
-        "pending_units",
-        "report_at_s",
-        "is_reported",
-        "queued_tokens",
-        "num_decoding",
-        "max_step_tokens",
-        "num_there",
-        "max_sequences",
-        "residence_s",
-        "kv_blocks_total",
-        "kv_blocks_used",
-        "reported_base_s",
-        "reported_decode_s",
-        "pending_blocks",
-        "block_size",
-        "base_s",
-        "per_token_s",
-    ),
-)
-_CEncoders = _structure(
-    "_CEncoders",
-    ("num", "stride", "num_bins"),
-    (),
-    (
-        "profiles",
-        "pending_profiles",
-        "is_reported",
-        "report_at_s",
-        "forward_left_s",
-        "unit_s",
-        "patience",
-        "open_units",
-        "pending_units",
-    ),
-)
-_CRequest = _structure(
-    "_CRequest",
-    (),
-    ("now", "stale_after_s", "max_silence_s", "num_tokens", "scale_tokens"),
-    ("depths", "promised_tokens"),
-)
-_CTimes = _structure("_CTimes", (), (), WorkerTimes._fields)
+def _worker_queues(workers: WorkerColumns, now: float, stale_after_s: float) -> _Queues:
+    """Returns what is ahead of a request that arrives now."""
+    num = len(workers)
+    silence_s = workers.silence_s(now, stale_after_s)
+    queued, age_s = workers.queued_tokens[:num], np.maximum(now - workers.report_at_s[:num], 0.0)
+    num_decoding = workers.num_decoding[:num]
+    pending, num_pending = workers.pending_units[:num], workers.num_pending[:num]
+    if silence_s is not None:
+        is_silent = silence_s > 0.0
+        num_decoding = np.where(is_silent, np.maximum(num_decoding, workers.num_open[:num]), num_decoding)
+        pending = np.where(is_silent, workers.open_units[:num], pending)
+        num_pending = np.where(is_silent, workers.num_open[:num], num_pending)
+    s_per_token = workers.per_token_s[:num]
+    step_s = workers.base_s[:num] + workers.decode_s() * num_decoding
+    room = np.maximum(1.0, workers.max_step_tokens[:num] - num_decoding)
+    full_s = np.maximum(step_s + s_per_token * room, 1e-12)
+    queues = _Queues(step_s, s_per_token, room, full_s, step_s, step_s, silence_s)
+    # The queue of the report, as far as the steps since have not taken it.
+    work_s = queues.seconds(queued)
+    num_begun = np.floor(age_s / full_s) + 1.0
+    num_left = np.maximum(queued - num_begun * room, 0.0)
+    is_working = (queued > 0.0) & (age_s < work_s)
+    # An idle engine began with the first pending attempt at once; how long ago that was is not known.
+    first = np.minimum(pending / np.maximum(num_pending, 1.0), room) * ~(is_working | (num_decoding > 0.0))
+    guess_s = 0.5 * (step_s * ((num_decoding > 0.0) | (first > 0.0)) + s_per_token * first)
+    end_s = np.where(num_left > 0.0, num_begun * full_s, work_s) - age_s
+    remaining_s = np.where(is_working, end_s, guess_s)
+    ahead = pending - first + num_left * is_working
+    num_full = np.floor(ahead / room)
+    return queues._replace(begin_s=remaining_s + num_full * full_s, num_shared=ahead - num_full * room)
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    library = load_c_library(Path(__file__).with_name("predictions.c"))
-    if library is not None:
-        pointer, number, seconds = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
-        library.worker_times.argtypes = [pointer, pointer, pointer]
-        library.await_landings.argtypes = [number, pointer, pointer, number, number, *[pointer] * 7]
-        library.device_waits.argtypes = [pointer, seconds, seconds, seconds, number, pointer, pointer]
-        for function in (library.worker_times, library.await_landings, library.device_waits):
-            function.restype = None
-    return library
+def _starts(workers: WorkerColumns, queues: _Queues, need: _Need) -> tuple[Floats, Floats, Floats]:
+    """Returns `queue_s`, `shared_s` and `s_per_token` of a request of this size."""
+    num = len(workers)
+    begin_s, free_s = queues.begin_s, _place_waits_s(workers)
+    is_sized = workers.kv_blocks_total[:num] > 0.0
+    used = workers.kv_blocks_used[:num] + workers.pending_blocks[:num]
+    free = np.maximum(workers.kv_blocks_total[:num] - used, 0.0)
+    lacking = np.maximum(need.num_blocks - free, 0.0) * is_sized
+    if lacking.any():
+        residence_s = workers.residence_s[:num]
+        blocks_per_s = workers.kv_blocks_used[:num] / np.maximum(residence_s, 1e-12) * (residence_s > 0.0)
+        is_freed = blocks_per_s > 0.0
+        free_s = np.maximum(free_s, lacking / np.where(is_freed, blocks_per_s, 1.0) * is_freed)
+        # A worker without a rate makes room by giving up blocks that it must compute again.
+        begin_s = begin_s + queues.seconds(lacking * workers.block_size[:num]) * ~is_freed
+    own_steps = queues.num_before_last(need.num_tokens)
+    num_more = queues.num_before_last(queues.num_shared + need.num_tokens) - own_steps
+    shared_s = queues.s_per_token * queues.num_shared + queues.step_s * num_more
+    queue_s = np.maximum(begin_s, free_s)
+    # If the request waits for another resource, the worker computes the work ahead meanwhile.
+    shared_s = np.maximum(begin_s + shared_s - queue_s, 0.0)
+    if queues.silence_s is not None:
+        queue_s = queue_s + queues.silence_s
+    s_per_token = queues.s_per_token + own_steps * queues.step_s / np.maximum(need.weighted_tokens, 1.0)
+    return queue_s, shared_s, s_per_token
+
+
+def _place_waits_s(workers: WorkerColumns) -> Floats:
+    """Returns the seconds until a new sequence gets a place. When all places of a step are taken, they become free in
+    order, at the pace at which sequences end."""
+    num = len(workers)
+    most = workers.max_sequences[:num]
+    num_over = workers.num_there[:num] + workers.num_pending[:num] + 1.0 - most
+    is_full = (most > 0.0) & (num_over > 0.0)
+    found: Floats = workers.residence_s[:num] * num_over / np.maximum(most, 1.0) * is_full
+    return found

@@ -29,68 +29,39 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric.contracts import MediaItem, MemberId, MmHash, NoCapacity
+from router.planning import compiled_search
+from router.planning.compiled_search import EXPLORED, FoundRoute
 from router.planning.landing_search import NONE, Improved, LandingGoal, LandingProblem, LandingRows
 from router.planning.landings import improve, land_idle, land_rows
 from router.planning.member_columns import (
     Bytes,
-    EncoderColumns,
+    ClusterColumns,
     Flags,
     Floats,
-    LinkPatterns,
-    WorkerColumns,
     decoder_waits_s,
     idle_pace,
 )
-from router.planning.plan_types import Assignment, CandidateTerms, Explanation, ItemTerms, RoutePlan, RouteQuery
-from router.planning.predictions import await_landings, device_waits, worker_times
-from router.planning.vector_predictions import MediaRuns, RequestSize, WorkerTimes
+from router.planning.plan_types import (
+    Assignment,
+    CandidateTerms,
+    Chance,
+    Explanation,
+    ItemTerms,
+    PlanSettings,
+    QueryHints,
+    RoutePlan,
+    RouteQuery,
+)
+from router.planning.predictions import (
+    MediaRuns,
+    RequestSize,
+    WorkerTimes,
+    await_landings,
+    device_waits,
+    worker_times,
+)
 
 Ints = npt.NDArray[np.int64]
-
-
-class PlanSettings(NamedTuple):
-    """Holds the settings of the choice; `PlannerSettings` explains them."""
-
-    stale_after_s: float = 3.0
-    tolerance: float = 0.02
-    affinity_limit_s: float = 10.0
-    exploration: float = 0.0
-    num_alternatives: int = 3
-
-
-class ClusterColumns(NamedTuple):
-    """Holds everything that plans read of the members."""
-
-    workers: WorkerColumns
-    encoders: EncoderColumns
-    patterns: LinkPatterns
-    links: Floats
-    """Holds alpha and beta of each link class, with shape `(link classes, 2)`."""
-    modality_to_row: Mapping[str, int]
-    """Maps a modality to its row in `EncoderColumns.rates`, from 1. No encoder is able to take what has row 0."""
-    context_scale_tokens: float
-
-
-class QueryHints(NamedTuple):
-    """Holds what the indexes, and this router's own dispatches, say of one query."""
-
-    depths: npt.NDArray[np.int32]
-    """Counts the leading blocks of the prompt that each worker's KV holds. Has shape `(worker slots,)`."""
-    promised_tokens: Floats | None = None
-    """Counts the leading tokens of the prompt that each worker holds or computes already for another request; None if
-    no request in flight begins like this one."""
-    encoder_ready: Mapping[MmHash, Sequence[tuple[int, float]]] = {}
-    """Maps a hash to the encoder slots that have the features, or make them, with the seconds until they are
-    complete."""
-    worker_kept: Mapping[MmHash, Sequence[int]] = {}
-    """Maps a hash to the slots of the workers that keep its features."""
-
-
-class Chance(NamedTuple):
-    """Holds the random numbers of one plan, in [0, 1)."""
-
-    tie_break: float = 0.0
-    explore: float = 1.0
 
 
 def plan_route(
@@ -128,7 +99,8 @@ def plan_encoding(
 
 
 class RouteSearch:
-    """A `RouteSearch` is one query against the columns at one moment."""
+    """A `RouteSearch` is one query against the columns at one moment. `plan` searches in C (`compiled_search`), which
+    makes the same choice as `search`."""
 
     def __init__(
         self,
@@ -141,13 +113,43 @@ class RouteSearch:
     ) -> None:
         self._query, self._columns, self._hints = query, columns, hints
         self._now, self._settings, self._chance = now, settings, chance
-        self._prompt = _cut(query)
 
     # ------------------------------------------------------------ the plan
 
     def plan(self) -> RoutePlan:
-        """Returns the plan. Raises NoCapacity."""
+        """Returns the plan. It searches in C where it can. Raises NoCapacity."""
         query, workers = self._query, self._columns.workers
+        found = compiled_search.search(query, self._columns, self._hints, self._now, self._settings, self._chance)
+        if found is None:
+            found = self.search()
+        terms, alternatives = found.winner, found.alternatives
+        member = workers.members[workers.member_to_slot[terms.worker_id]]
+        assert member is not None, "a usable slot has a member"
+        covered: tuple[int, ...] = ()
+        if len(terms.items) < len(query.media):
+            assigned = {each.item_index for each in terms.items}
+            covered = tuple(item.index for item in query.media if item.index not in assigned)
+        return RoutePlan(
+            attempt_id=query.attempt_id,
+            worker_id=member.member_id,
+            worker_address=member.address,
+            assignments=tuple([Assignment(each.item_index, each.encoder_id) for each in terms.items]),
+            covered_items=covered,
+            predicted_ttft_s=terms.ttft_s,
+            lower_bound_s=min(found.lower_bound_s, terms.ttft_s),
+            explanation=Explanation(
+                winner=terms,
+                runner_up=alternatives[0] if alternatives else None,
+                num_workers=found.num_workers,
+                num_near_equal=found.num_near,
+                alternatives=alternatives,
+                is_explored=found.is_explored,
+            ),
+            planned_at_s=self._now,
+        )
+
+    def search(self) -> FoundRoute:
+        """Finds the route in Python. Raises NoCapacity."""
         scores = self.score()
         winner, is_explored, num_near = self._choose(scores)
         others = self._next_best(scores, winner)
@@ -155,28 +157,13 @@ class RouteSearch:
         if best is not None and not is_explored and scores.landed is not None and scores.landed.problem.num_items > 1:
             winner, best = self._best_improved(scores, winner, best, others)
             others = self._next_best(scores, winner)
-        terms = self._terms(scores, winner, best)
-        alternatives = tuple(self._terms(scores, slot, self._as_landed(scores, slot)) for slot in others)
-        assigned = {each.item_index for each in terms.items}
-        member = workers.members[winner]
-        assert member is not None, "a usable slot has a member"
-        return RoutePlan(
-            attempt_id=query.attempt_id,
-            worker_id=member.member_id,
-            worker_address=member.address,
-            assignments=tuple(Assignment(each.item_index, each.encoder_id) for each in terms.items),
-            covered_items=tuple(item.index for item in query.media if item.index not in assigned),
-            predicted_ttft_s=terms.ttft_s,
-            lower_bound_s=min(self._lower_bound_s(scores, winner, best), terms.ttft_s),
-            explanation=Explanation(
-                winner=terms,
-                runner_up=alternatives[0] if alternatives else None,
-                num_workers=int(np.count_nonzero(scores.ttft_s < np.inf)),
-                num_near_equal=num_near,
-                alternatives=alternatives,
-                is_explored=is_explored,
-            ),
-            planned_at_s=self._now,
+        return FoundRoute(
+            winner=self._terms(scores, winner, best),
+            alternatives=tuple(self._terms(scores, slot, self._as_landed(scores, slot)) for slot in others),
+            lower_bound_s=self._lower_bound_s(scores, winner, best),
+            is_explored=is_explored,
+            num_near=num_near,
+            num_workers=int(np.count_nonzero(scores.ttft_s < np.inf)),
         )
 
     def plan_encoding(self, worker_id: MemberId, item_indexes: frozenset[int]) -> tuple[ItemTerms, ...]:
@@ -200,7 +187,7 @@ class RouteSearch:
 
     def score(self) -> WorkerScores:
         """Scores all workers that the request may use. Raises NoCapacity."""
-        workers, query, prompt = self._columns.workers, self._query, self._prompt
+        workers, query, prompt = self._columns.workers, self._query, _cut(self._query)
         num = len(workers)
         is_usable = workers.usable(query.excluded, self._now)
         if not is_usable.any():
@@ -219,7 +206,7 @@ class RouteSearch:
         ttft_s = end_s + times.last_s + workers.delivery_s[:num]
         ttft_s[~is_usable] = np.inf
         least_own_s = float((times.own_s + times.last_s)[is_usable].min())
-        return WorkerScores(times, ttft_s, least_own_s, landed, self._released_s(times))
+        return WorkerScores(times, end_s, ttft_s, least_own_s, landed, self._released_s(times))
 
     def _released_s(self, times: WorkerTimes) -> Floats | None:
         """Returns what the choice adds to the scores of workers whose queue is too long for a prefix to bind a request
@@ -266,9 +253,8 @@ class RouteSearch:
 
     def _next_best(self, scores: WorkerScores, winner: int) -> list[int]:
         """Returns the slots of the best other workers, the best first."""
-        num = min(self._settings.num_alternatives + 1, len(scores.ttft_s))
-        best = np.argpartition(scores.ttft_s, num - 1)[:num]
-        ordered: list[int] = best[np.argsort(scores.ttft_s[best])].tolist()
+        num = self._settings.num_alternatives + 1
+        ordered: list[int] = np.argsort(scores.ttft_s, kind="stable")[:num].tolist()
         usable = [slot for slot in ordered if slot != winner and scores.ttft_s[slot] < np.inf]
         return usable[: self._settings.num_alternatives]
 
@@ -313,13 +299,10 @@ class RouteSearch:
         if landed is None:
             return None
         row = landed.row_of_worker[slot]
-        goal = LandingGoal(self._end_s(scores, slot), 0.0, landed.media.nothing_behind)
+        goal = LandingGoal(0.0, 0.0, landed.media.nothing_behind)
         classes, lacks, encoders = landed.classes[row], landed.lacks[row], landed.rows.encoders[row]
-        return improve(landed.problem, classes, lacks, encoders, goal, max_trials=0)
-
-    def _end_s(self, scores: WorkerScores, slot: int) -> float:
-        """Returns the end of the prefill in a worker's score."""
-        return float(scores.ttft_s[slot] - scores.times.last_s[slot] - self._columns.workers.delivery_s[slot])
+        found = improve(landed.problem, classes, lacks, encoders, goal, max_trials=0)
+        return found._replace(end_s=float(scores.end_s[slot]))
 
     def _lower_bound_s(self, scores: WorkerScores, slot: int, best: Improved | None) -> float:
         """Returns the time to first token on this worker with every queue empty and the encoders chosen again for that
@@ -452,7 +435,7 @@ class RouteSearch:
         first one has the costs."""
         found: list[ItemTerms] = []
         seen: set[int] = set()
-        ends = self._prompt.item_to_end if held >= 0.0 else {}
+        ends = _cut(self._query).item_to_end if held >= 0.0 else {}
         for item in self._query.media:
             number = media.index_to_number.get(item.index)
             if number is None or best.encoders[number] == NONE or ends.get(item.index, np.inf) <= held:
@@ -502,14 +485,12 @@ def _alike(patterns: Ints, lacks: Flags) -> tuple[Ints, Ints]:
     return group, first
 
 
-EXPLORED = 1.25
-"""An exploring plan takes any worker whose score is at most this many times the best one."""
-
-
 class WorkerScores(NamedTuple):
     """Holds the scores of all workers. All arrays have shape `(worker slots,)`."""
 
     times: WorkerTimes
+    end_s: Floats
+    """Holds the end of the prefill."""
     ttft_s: Floats
     """Is infinite for a worker that the request can't use."""
     least_own_s: float

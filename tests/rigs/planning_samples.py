@@ -32,9 +32,9 @@ from fabric.contracts import (
 from modalities.family import ModelShape
 from router.planning import ClusterState, RoutePlan, RouteQuery
 from router.planning.link_classes import LINK_CLASSES, LinkClass, LinkRules
-from router.planning.member_columns import UNLIMITED, EncoderColumns, LinkPatterns, WorkerColumns
-from router.planning.plan_types import EncoderCosts, ItemTerms, Line
-from router.planning.route_plan import Chance, ClusterColumns, PlanSettings, QueryHints, RouteSearch
+from router.planning.member_columns import UNLIMITED, ClusterColumns, EncoderColumns, LinkPatterns, WorkerColumns
+from router.planning.plan_types import Chance, EncoderCosts, ItemTerms, Line, PlanSettings, QueryHints
+from router.planning.route_plan import RouteSearch
 
 BLOCK_SIZE = 16
 SCHEME = KvScheme(WEFT_KV, BLOCK_SIZE)

@@ -1,5 +1,6 @@
 /* Assigns the media of a request to encoders, and predicts when their features land at a worker. `landings.py` explains
-   the model and holds the same algorithm in Python; a test holds the two equal. All times are seconds from now.
+   the model, and `landing_search.py` holds the same algorithm in Python; a test holds the two equal. All times are
+   seconds from now. `route_search.c` includes this header, and it is the only one that does.
 
    The arrays that `Problem` points to belong to the caller. An array [x][stride] has a row for each x and a column for
    each slot of an encoder. Nothing is kept between two calls. */
@@ -52,7 +53,7 @@ static void open_lane(const Problem *p, int64_t encoder, Lane *lane) {
   lane->modalities = 0;
 }
 
-static double wait_s(const Problem *p, int64_t encoder, double own_s) {
+static double wait_of(const Problem *p, int64_t encoder, double own_s) {
   int64_t bin = 0;
   while (bin < p->num_bins - 1 && p->bin_sizes_s[bin * p->stride + encoder] <= own_s) bin++;
   return p->waits_s[bin * p->stride + encoder];
@@ -81,7 +82,7 @@ static double put(const Problem *p, int64_t item, int64_t encoder, Lane *lane, d
   lane->decoder_free_s[decoder] = begin_s + decode_s;
   lane->modalities |= bit;
   lane->own_s += device_s + base_s + work_s;
-  double waited_s = wait_s(p, encoder, lane->own_s);
+  double waited_s = wait_of(p, encoder, lane->own_s);
   double now_s = lane->device_free_s > waited_s ? lane->device_free_s : waited_s;
   double share = 0.0;
   if (device_s > 0.0) { /* The device takes an item as a whole once it is decoded. */
@@ -146,25 +147,67 @@ typedef struct {
   int64_t turn, encoder;
 } Offer;
 
-static int by_time(const void *left, const void *right) {
-  const Offer *a = left, *b = right;
-  if (a->alone_s != b->alone_s) return a->alone_s < b->alone_s ? -1 : 1;
-  return a->turn < b->turn ? -1 : a->turn > b->turn;
+static int is_sooner(const Offer *a, const Offer *b) {
+  return a->alone_s != b->alone_s ? a->alone_s < b->alone_s : a->turn < b->turn;
+}
+
+/* Sorts offers. It merges sorted stretches and copies none that are in order already, because the offers of one item
+   come in the order of another item's, and the two orders are nearly the same. `spare` has room for as many offers. */
+static void sort_offers(Offer *own, int64_t num, Offer *spare) {
+  const int64_t short_length = 8;
+  for (int64_t begin = 0; begin < num; begin += short_length) {
+    int64_t end = begin + short_length < num ? begin + short_length : num;
+    for (int64_t k = begin + 1; k < end; k++) {
+      Offer offer = own[k];
+      int64_t at = k;
+      for (; at > begin && is_sooner(&offer, own + at - 1); at--) own[at] = own[at - 1];
+      own[at] = offer;
+    }
+  }
+  for (int64_t length = short_length; length < num; length *= 2)
+    for (int64_t begin = 0; begin + length < num; begin += 2 * length) {
+      int64_t middle = begin + length, end = middle + length < num ? middle + length : num;
+      if (!is_sooner(own + middle, own + middle - 1)) continue;
+      memcpy(spare, own + begin, sizeof(Offer) * (size_t)length);
+      for (int64_t left = 0, right = middle, at = begin; left < length; at++)
+        own[at] = right < end && is_sooner(own + right, spare + left) ? own[right++] : spare[left++];
+    }
+}
+
+/* Returns whether two items take equally long on every encoder, as pictures of one size do. */
+static int is_alike(const Problem *p, int64_t item, int64_t other) {
+  int64_t num_units = p->first_unit[item + 1] - p->first_unit[item];
+  return p->modality[item] == p->modality[other] && p->cost[item] == p->cost[other] &&
+         num_units == p->first_unit[other + 1] - p->first_unit[other] &&
+         !memcmp(p->unit_share + p->first_unit[item], p->unit_share + p->first_unit[other],
+                 sizeof(double) * (size_t)num_units) &&
+         !memcmp(p->ready_s + item * p->stride, p->ready_s + other * p->stride,
+                 sizeof(double) * (size_t)p->num_encoders);
 }
 
 /* Writes each item's offers [items][num_encoders], the earliest first; equal ones in turn from the slot `first`. Behind
-   the last one is an offer of NONE, unless every encoder is able. */
+   the last one is an offer of NONE, unless every encoder is able. An item of the same modality as the one before it
+   begins with the order of that one, and one that is like it has the same offers. */
 static void make_offers(const Problem *p, int64_t first, Offer *offers) {
+  Offer spare[p->num_encoders + 1];
+  int64_t num = 0;
   for (int64_t i = 0; i < p->num_items; i++) {
-    Offer *own = offers + i * p->num_encoders;
-    int64_t num = 0;
-    for (int64_t e = 0; e < p->num_encoders; e++) {
+    Offer *own = offers + i * p->num_encoders, *former = own - p->num_encoders;
+    int is_same_kind = i > 0 && p->modality[i] == p->modality[i - 1];
+    if (is_same_kind && is_alike(p, i, i - 1)) {
+      memcpy(own, former, sizeof(Offer) * (size_t)p->num_encoders);
+      continue;
+    }
+    int64_t num_tried = is_same_kind ? num : p->num_encoders;
+    num = 0;
+    for (int64_t k = 0; k < num_tried; k++) {
+      int64_t e = is_same_kind ? former[k].encoder : k;
       if (!p->is_able[p->modality[i] * p->stride + e]) continue;
       Lane lane;
       open_lane(p, e, &lane);
       own[num++] = (Offer){put(p, i, e, &lane, 0, 0), e < first ? e - first + p->num_encoders : e - first, e};
     }
-    qsort(own, (size_t)num, sizeof(Offer), by_time);
+    sort_offers(own, num, spare);
     if (num < p->num_encoders) own[num].encoder = NONE;
   }
 }
@@ -201,30 +244,36 @@ static int64_t shortlist(const Problem *p, const Row *row, const Offer *own, con
 }
 
 /* Gives each lacking item, in the given order, to the encoder from which its last unit lands first; among equal ones
-   the first offer is taken. The items of one encoder queue in this order; `land` queues them in order of index. */
-static void choose_greedily(const Problem *p, const Row *row, const Offer *offers, const int64_t *order,
-                            int64_t *encoders) {
+   the first offer is taken. The items of one encoder queue in this order; `land` queues them in order of index. It
+   considers the offers of `shortlist`, and stops where even the closest link makes no later offer the better one. */
+static void choose_greedily(const Problem *p, const uint8_t *classes, const uint8_t *lacks, const Offer *offers,
+                            const int64_t *order, int64_t *encoders) {
   Lane lanes[p->num_items];
-  int64_t lane_encoders[p->num_items], num_lanes = 0;
-  const Offer *list[p->num_encoders];
+  int64_t lane_encoders[p->num_items], num_lanes = 0, quota = 2;
+  for (int64_t i = 0; i < p->num_items; i++) quota += lacks[i];
   for (int64_t k = 0; k < p->num_items; k++) {
-    int64_t item = order ? order[k] : k, best = NONE, lane = 0;
-    double best_s = FAR;
+    int64_t item = order ? order[k] : k, best = NONE, lane = 0, num_taken[MAX_CLASSES] = {0};
+    const Offer *own = offers + item * p->num_encoders;
+    double best_s = FAR, least_link_s = FAR, link_s[MAX_CLASSES];
     encoders[item] = NONE;
-    if (!row->lacks[item]) continue;
+    if (!lacks[item]) continue;
     double nbytes = p->unit_bytes[p->first_unit[item + 1] - 1];
-    int64_t num = shortlist(p, row, offers + item * p->num_encoders, list);
-    for (int64_t c = 0; c < num; c++) {
-      int64_t encoder = list[c]->encoder;
-      int class = row->classes[encoder];
-      double link_s = p->alpha_s[class] + p->s_per_byte[class] * nbytes, done_s = list[c]->alone_s;
-      if (done_s + link_s >= best_s) continue; /* It is no sooner with work in front of it. */
+    for (int64_t c = 0; c < p->num_classes; c++) {
+      link_s[c] = p->alpha_s[c] + p->s_per_byte[c] * nbytes;
+      if (link_s[c] < least_link_s) least_link_s = link_s[c];
+    }
+    for (int64_t c = 0; c < p->num_encoders && own[c].encoder != NONE; c++) {
+      int64_t encoder = own[c].encoder;
+      int class = classes[encoder];
+      double done_s = own[c].alone_s;
+      if (done_s + least_link_s >= best_s) break;
+      if (num_taken[class]++ >= quota || done_s + link_s[class] >= best_s) continue;
       for (lane = 0; lane < num_lanes && lane_encoders[lane] != encoder;) lane++;
       if (lane < num_lanes) {
         Lane copy = lanes[lane];
         done_s = put(p, item, encoder, &copy, 0, 0);
       }
-      if (done_s + link_s < best_s) { best = encoder; best_s = done_s + link_s; }
+      if (done_s + link_s[class] < best_s) { best = encoder; best_s = done_s + link_s[class]; }
     }
     if (best == NONE) continue;
     for (lane = 0; lane < num_lanes && lane_encoders[lane] != best;) lane++;
@@ -242,15 +291,15 @@ void land_rows(const Problem *p, int64_t num_rows, const uint8_t *classes, const
                Offer *offers, int64_t *encoders, double *landings_s) {
   make_offers(p, first, offers);
   for (int64_t r = 0; r < num_rows; r++) {
-    Row row = make_row(p, classes + r * p->stride, lacks + r * p->num_items);
-    choose_greedily(p, &row, offers, 0, encoders + r * p->num_items);
-    land(p, row.classes, encoders + r * p->num_items, landings_s + r * p->num_units, 0);
+    const uint8_t *own = classes + r * p->stride;
+    choose_greedily(p, own, lacks + r * p->num_items, offers, 0, encoders + r * p->num_items);
+    land(p, own, encoders + r * p->num_items, landings_s + r * p->num_units, 0);
   }
 }
 
 /* Writes the landings [units] of the greedy assignment of one row with every queue empty, and with all features complete
    that are on their way. */
-void land_idle(const Problem *p, const uint8_t *classes, const uint8_t *lacks, double *landings_s) {
+static void land_idle(const Problem *p, const uint8_t *classes, const uint8_t *lacks, double *landings_s) {
   Problem idle = *p;
   int64_t num_ready = p->num_items * p->stride, encoders[p->num_items];
   double *zeros = calloc((size_t)(p->stride + num_ready), sizeof(double)), *ready_s = zeros + p->stride;
@@ -301,7 +350,7 @@ static int is_better(Score a, Score b) {
 static Score climb(const Problem *p, const Row *row, const Goal *goal, const Offer *offers, int is_wide,
                    int64_t *encoders, int64_t *trials_left) {
   double landings_s[p->num_units + 1];
-  const Offer *list[p->num_encoders];
+  const Offer *list[p->num_encoders + 1];
   land(p, row->classes, encoders, landings_s, 0);
   Score best = judge(p, goal, landings_s);
   while (best.unit != NONE && *trials_left > 0) {
@@ -363,7 +412,7 @@ static Score climb(const Problem *p, const Row *row, const Goal *goal, const Off
    can take them all. Only the encoders that the first lacking item considers are tried. */
 static Score choose_single(const Problem *p, const Row *row, const Goal *goal, const Offer *offers, int64_t *encoders) {
   double landings_s[p->num_units + 1];
-  const Offer *list[p->num_encoders];
+  const Offer *list[p->num_encoders + 1];
   int64_t trial[p->num_items], item = 0;
   Score best = {FAR, FAR, NONE};
   while (item < p->num_items - 1 && !row->lacks[item]) item++;
@@ -384,7 +433,8 @@ static Score choose_single(const Problem *p, const Row *row, const Goal *goal, c
 
 /* Improves the assignment of one row for one worker. It climbs from the given assignment, from the best single encoder,
    and from greedy choices in descending order of cost, in reverse order and in order from later items on, goes on from
-   the best one with items of all encoders, and returns its end. Writes its assignment, landings [units] and terms [items][6]. */
+   the best one with items of all encoders, and returns its end. Writes its assignment, landings [units] and terms
+   [items][6]. With `max_trials` 0 the given assignment stays. */
 double improve(const Problem *p, const Offer *offers, const uint8_t *classes, const uint8_t *lacks, double least_s,
                double s_per_token, const double *behind, int64_t max_trials, int64_t *encoders, double *landings_s,
                double *terms) {
@@ -393,7 +443,7 @@ double improve(const Problem *p, const Offer *offers, const uint8_t *classes, co
   int64_t order[p->num_items], trial[p->num_items], trials_left = max_trials / 4, num_lacking = row.quota - 2;
   Score best = climb(p, &row, &goal, offers, 0, encoders, &trials_left);
   int64_t num_starts = 3 + (p->num_items - 1 < MAX_TURNS ? p->num_items - 1 : MAX_TURNS);
-  for (int64_t start = 0; start < num_starts && best.unit != NONE && num_lacking > 1; start++) {
+  for (int64_t start = 0; start < num_starts && max_trials > 0 && best.unit != NONE && num_lacking > 1; start++) {
     if (start == 0) {
       if (choose_single(p, &row, &goal, offers, trial).end_s >= FAR) continue;
     } else {
@@ -406,13 +456,13 @@ double improve(const Problem *p, const Offer *offers, const uint8_t *classes, co
         for (; at > 0 && p->cost[order[at - 1]] < p->cost[i]; at--) order[at] = order[at - 1];
         order[at] = i;
       }
-      choose_greedily(p, &row, offers, order, trial);
+      choose_greedily(p, classes, lacks, offers, order, trial);
     }
     trials_left = max_trials / 4;
     Score score = climb(p, &row, &goal, offers, 0, trial, &trials_left);
     if (is_better(score, best)) { best = score; memcpy(encoders, trial, sizeof(trial)); }
   }
-  if (num_lacking > 1) {
+  if (max_trials > 0 && num_lacking > 1) {
     trials_left = max_trials;
     best = climb(p, &row, &goal, offers, 1, encoders, &trials_left);
   }

@@ -1,6 +1,6 @@
 /* Predicts when each worker begins with a request, and when each encoder's device begins with new work. It computes what
-   `predictions.py` explains and computes with numpy where the machine has no compiler; a test holds the two equal. All
-   arrays belong to the caller; a column has a value for each slot. */
+   `predictions.py` explains and computes with numpy; a test holds the two equal. `route_search.c` includes this header,
+   and it is the only one that does. All arrays belong to the caller; a column has a value for each slot. */
 
 #include <math.h>
 #include <stdint.h>
@@ -14,7 +14,8 @@ typedef struct {
   int64_t num; /* slots */
   const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *is_reported, *queued_tokens,
       *num_decoding, *max_step_tokens, *num_there, *max_sequences, *residence_s, *kv_blocks_total, *kv_blocks_used,
-      *reported_base_s, *reported_decode_s, *pending_blocks, *block_size, *base_s, *per_token_s;
+      *reported_base_s, *reported_decode_s, *pending_blocks, *block_size, *base_s, *per_token_s, *barred_until_s,
+      *delivery_s;
 } Workers;
 
 typedef struct {
@@ -141,7 +142,10 @@ void await_landings(int64_t num_workers, const int64_t *rows, const double *land
 typedef struct {
   int64_t num, stride, num_bins;
   const double *profiles, *pending_profiles; /* [2 * bins][stride]: seconds, then moments */
-  const double *is_reported, *report_at_s, *forward_left_s, *unit_s, *patience, *open_units, *pending_units;
+  const double *is_reported, *report_at_s, *forward_left_s, *unit_s, *patience, *open_units, *pending_units,
+      *decode_left_s, *decode_queue_s, *decode_short_s, *num_decoders, *pending_decode_s, *barred_until_s;
+  const double *rates;    /* [modalities][6][stride] */
+  const uint8_t *is_able; /* [modalities][stride] */
 } Encoders;
 
 /* Writes the waits [bins + 1][stride] behind the first bins of each queue, and the sizes [bins][stride] from which on new
