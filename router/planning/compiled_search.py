@@ -89,7 +89,7 @@ def search(
             ctypes.byref(encoders_described),
             question,
             media.numbers,
-            memory.scratch,
+            memory.scratch_at,
             memory.num_bytes,
             memory.answer_at,
         )
@@ -315,12 +315,13 @@ class _Memory(threading.local):
     """Keeps the scratch and the answer of a thread's searches. Both grow to what the largest one needed."""
 
     def __init__(self) -> None:
-        self.scratch, self.num_bytes = ctypes.create_string_buffer(0), 0
         self.answer, self.answer_at = np.zeros(0), 0
         self.reserve_scratch(1 << 16)
 
     def reserve_scratch(self, num_bytes: int) -> None:
-        self.scratch, self.num_bytes = ctypes.create_string_buffer(num_bytes), num_bytes
+        # The system gives memory to the pages that are written only, and few rows of landings are.
+        self.scratch = np.empty(num_bytes, np.uint8)
+        self.scratch_at, self.num_bytes = address_of(self.scratch), num_bytes
 
     def reserve_answer(self, num_values: int) -> None:
         if num_values > len(self.answer):

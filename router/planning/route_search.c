@@ -126,7 +126,7 @@ static int open_media(Search *s, Memory *memory) {
   p->cost = take(memory, items, sizeof(double));
   p->unit_share = take(memory, units, sizeof(double));
   p->unit_bytes = take(memory, units, sizeof(double));
-  p->is_able = take(memory, q->num_modalities * stride, 1);
+  p->is_able = take(memory, (q->num_modalities + 1) * stride, 1); /* One more is row 0 before any encoder was here. */
   p->decoder_free_s = take(memory, stride, sizeof(double));
   p->num_decoders = take(memory, stride, sizeof(int64_t));
   p->waits_s = take(memory, p->num_bins * stride, sizeof(double));
@@ -197,6 +197,7 @@ static void describe_encoders(Search *s) {
   int is_long = 0;
   device_waits(all, now, stale_after_s, q->request.max_silence_s, q->priority, (double *)p->waits_s,
                (double *)p->bin_sizes_s);
+  memset(is_able, 0, (size_t)((q->num_modalities + 1) * p->stride));
   for (int64_t m = 0; m < q->num_modalities; m++)
     for (int64_t e = 0; e < all->num; e++)
       is_able[m * p->stride + e] = all->is_able[m * p->stride + e] && all->barred_until_s[e] <= now;

@@ -47,7 +47,7 @@ from fabric.contracts import (
     StageTimes,
     add_work,
 )
-from router.planning import ClusterState, PlannerSettings, RoutePlan, RouteQuery
+from router.planning import ClusterState, PlannerSettings, RoutePlan, RouteQuery, compiled_search
 from router.planning.link_classes import LinkClass
 from router.planning.member_columns import MAX_SILENCE_S
 from router.planning.plan_types import Line
@@ -74,6 +74,29 @@ def blocks_of(request: RouteQuery) -> bytes:
 def knows_prompt(state: ClusterState, name: str, request: RouteQuery, now: float = 0.0) -> None:
     snapshot = KvSnapshot(name, 1, 0, (BlocksStored(None, blocks_of(request)),))
     assert state.apply(snapshot, now) == ()
+
+
+def test_plans_follow_columns_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The columns grow when members join and when an encoder brings another modality. The search in C, which keeps
+    their addresses, then uses the new members and plans as the search in Python does."""
+    state = cluster_of(1, 1)
+    request = query(16, image(0), 16, image(1, modality="audio"))
+    with pytest.raises(NoCapacity, match="audio"):
+        state.plan(request, 0.0)
+    members = [worker_member(f"w{number}") for number in range(40)]
+    members += [encoder_member(f"e{number}") for number in range(39)]
+    state.update_members([*members, encoder_member("ears", modalities=("audio",))])
+    for number in range(40):
+        queued = 10_000 if number < 39 else 0
+        state.apply(worker_report(f"w{number}", 1, queued_weighted_tokens=queued, prefill_s_per_token=1e-3), 0.0)
+    plan = state.plan(request, 0.0)
+    assert plan.worker_id == "w39"
+    assert plan.assignments[1].encoder_id == "ears"
+    state.exclude(plan.worker_id, until=1.0)
+    again = state.plan(request, 0.0)
+    assert again.worker_id != plan.worker_id
+    monkeypatch.setattr(compiled_search, "load_library", lambda: None)
+    assert state.plan(request, 0.0).predicted_ttft_s == pytest.approx(again.predicted_ttft_s)
 
 
 def test_workers_of_several_schemes_are_looked_up_in_their_own() -> None:
