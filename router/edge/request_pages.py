@@ -80,7 +80,6 @@ NAME_TO_WORDS = {
     "released_s": "Prefix released",
     "landing_s": "Landed",
     "num_workers": "Workers",
-    "num_scored": "Scored",
     "num_near_equal": "Near-equal",
     "predicted_s": "Predicted",
     "actual_s": "Actual",

@@ -76,7 +76,8 @@ class RouterMetrics:
         )
         self.capacity_wait = self._histogram(
             "capacity_wait_seconds",
-            "Waits for a worker or an encoder, by how they ended (`served`, `expired`, `left`).",
+            "Waits at the router for members, for room in a KV cache or for a turn, by how they ended (`served`, "
+            "`expired`, `left`).",
             SECONDS,
             ["outcome"],
         )
@@ -165,8 +166,12 @@ class RouterMetrics:
         self._gauge("prompt_tokens_in_flight", "Prompt tokens of the requests in flight.", num_tokens)
 
     def watch_waiting(self, num_waiting: Callable[[], int]) -> None:
-        """Adds the gauge of requests that wait for a worker or an encoder. It is called once."""
-        self._gauge("requests_waiting", "Requests that wait for a worker or an encoder to be there.", num_waiting)
+        """Adds the gauge of requests that wait at the gate. It is called once."""
+        self._gauge(
+            "requests_waiting",
+            "Requests that wait at the router for members, for room in a KV cache or for their turn.",
+            num_waiting,
+        )
 
     def watch_silent(self, num_silent: Callable[[], int]) -> None:
         """Adds the gauge of routers that did not answer the last scrape. It is called once."""

@@ -220,6 +220,7 @@ class ClusterState:
             return QueryHints(depths, promised)
         ready: dict[MmHash, list[tuple[int, float]]] = {}
         kept: dict[MmHash, Sequence[int]] = {}
+        heard_s = now - self._settings.stale_after_s  # A worker whose reports stopped may have given up what it kept.
         hashes_of_media = list(dict.fromkeys([item.mm_hash for item in query.media]))
         encoder_slots, worker_slots = (each.holders_of(hashes_of_media) for each in (self._features, self._kept))
         for mm_hash, holders, keepers in zip(hashes_of_media, encoder_slots, worker_slots, strict=True):
@@ -227,8 +228,8 @@ class ClusterState:
             found += [(slot, 0.0) for slot in holders]
             if found:
                 ready[mm_hash] = found
-            if keepers:
-                kept[mm_hash] = keepers
+            if heard := [slot for slot in keepers if self._worker_columns.report_at_s[slot] >= heard_s]:
+                kept[mm_hash] = heard
         return QueryHints(depths, promised, ready, kept)
 
     def can_serve(self, modalities: frozenset[str], excluded: frozenset[MemberId], now: float) -> bool:

@@ -253,6 +253,18 @@ def test_a_flight_that_is_late_is_not_taken_for_one_that_has_landed() -> None:
     assert late.encoder_id != first.encoder_id, "to encode it again takes less than the feature is late"
 
 
+def test_features_that_a_worker_keeps_are_trusted_while_it_reports() -> None:
+    state = cluster_of(num_workers=1, num_encoders=1)
+    request = query(image(0), 10)
+    state.apply(worker_report("w0", 1), 1.0)
+    state.apply(FeatureEvents("w0", 1, 0, (image(0).mm_hash,), is_snapshot=True), 1.0)
+    assert state.plan(request, 1.0).assignments == ()
+    silent_s = 1.0 + PlannerSettings().stale_after_s + 0.1
+    assert len(state.plan(request, silent_s).assignments) == 1
+    state.apply(worker_report("w0", 2), silent_s)
+    assert state.plan(request, silent_s).assignments == ()
+
+
 def test_requests_with_one_new_prompt_go_to_the_worker_that_computes_it_where_that_is_faster() -> None:
     """Its steps have room for 512 tokens, so the prompt takes many steps, and all but the last are cached in time. The
     others would have to compute the whole prompt behind a queue of their own."""
