@@ -4,8 +4,9 @@ are part of the contract.
 `Member` is the record of a process in the directory. Then come the messages: tokens, heartbeats, tickets and
 announcements of features (with the dtypes in which features travel), aborts, and the events of caches with their
 snapshots. `PlaneMessage` names everything that may travel alone, which includes the reports of
-`fabric.contracts.member_reports`, and `encode_message` and `decode_message` are its wire form. The calls, which wait
-for an answer, are in `fabric.contracts.calls`.
+`fabric.contracts.member_reports`, and `encode_message` and `decode_message` are its wire form. Messages to one receiver
+may travel together, as `encode_bundle` and `decode_bundle` do it. The calls, which wait for an answer, are in
+`fabric.contracts.calls`.
 
 This module knows nothing of what a receiver does with a message, or of how a message travels
 (`fabric.transport.message_plane`).
@@ -14,7 +15,7 @@ This module knows nothing of what a receiver does with a message, or of how a me
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
@@ -362,5 +363,32 @@ def decode_message(data: bytes) -> PlaneMessage:
         raise ProtocolError(f"the data is not a message of the message plane: {error}") from error
 
 
+class MessageBundle(PlaneWire, frozen=True):
+    """A `MessageBundle` holds messages that travel together, in the order in which they were sent. Each arrival costs a
+    receiver the work of waking up, so a receiver of many small messages is spared most of it."""
+
+    messages: tuple[PlaneMessage, ...]
+
+
+def encode_bundle(encoded: Sequence[bytes]) -> bytes:
+    """Returns the wire form of messages that travel together; each of them is encoded already. A single message travels
+    as it is."""
+    if len(encoded) == 1:
+        return encoded[0]
+    return _ENCODER.encode((MessageBundle.__name__, [msgspec.Raw(each) for each in encoded]))
+
+
+def decode_bundle(data: bytes) -> tuple[PlaneMessage, ...]:
+    """Returns the messages that have arrived together. Raises ProtocolError if one of them is not a PlaneMessage."""
+    try:
+        arrived = _ARRIVAL_DECODER.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"the data is not a message of the message plane: {error}") from error
+    return arrived.messages if isinstance(arrived, MessageBundle) else (arrived,)
+
+
 _ENCODER = msgspec.msgpack.Encoder()
+_ARRIVAL_DECODER: msgspec.msgpack.Decoder[PlaneMessage | MessageBundle] = msgspec.msgpack.Decoder(
+    PlaneMessage | MessageBundle
+)
 _DECODER: msgspec.msgpack.Decoder[PlaneMessage] = msgspec.msgpack.Decoder(PlaneMessage)

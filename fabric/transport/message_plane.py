@@ -4,8 +4,8 @@ inside one process.
 Each member owns one endpoint, a `Plane`. The endpoint has an address at which other members reach it, and it sends to
 the addresses of others. Messages between one pair arrive in order. No message is acknowledged, and a dead peer loses
 what was on its way (leases and terminal events cover that). `LocalPlane` is the endpoint inside one process, and
-`zmq_plane` implements the one between processes; one suite of tests checks both. In both, a `Mailbox` takes messages on
-their last step, from any thread into one event loop.
+`zmq_plane` implements the one between processes; one suite of tests checks both. In both, one turn of the event loop
+delivers a few messages (`MESSAGES_PER_TURN`, `TURN_S`), each by `deliver`.
 
 This module knows nothing of what the messages mean.
 """
@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from fabric.contracts import PlaneMessage, decode_message, encode_message
@@ -65,6 +65,24 @@ class Plane(Protocol):
     def close(self) -> None:
         """Ends delivery and frees sockets and threads. It is idempotent."""
         ...
+
+
+MESSAGES_PER_TURN = 256
+"""Limits the messages that one turn of the loop delivers; other callbacks run before the next turn."""
+TURN_S = 0.005
+"""Ends a turn early once it has taken this long, because some messages (a snapshot of a cache) take a thousand times as
+long as others."""
+
+
+def deliver(handler: Handler, message: PlaneMessage) -> None:
+    """Passes a message to its handler. An exception of the handler is logged with the request that the message
+    concerns."""
+    try:
+        handler(message)
+    except Exception:
+        # The loop that delivers messages runs as long as the process, so one bad message must not end it.
+        concerned = {"request_id": getattr(message, "request_id", None)}
+        _LOG.exception("the handler failed on a message of type %s", type(message).__name__, extra=concerned)
 
 
 # ------------------------------------------------------------ the plane inside one process
@@ -157,36 +175,21 @@ class LocalHub:
         return self._address_to_mailbox.setdefault(address, Mailbox(self._max_messages))
 
 
-# ------------------------------------------------------------ the last step of both planes
-
-_MESSAGES_PER_TURN = 256
-"""Limits the messages that one turn of the loop delivers; other callbacks run before the next turn."""
-_TURN_S = 0.005
-"""Ends a turn early once it has taken this long, because some messages (a snapshot of a cache) take a thousand times as
-long as others."""
-
-
-def _nothing() -> None:
-    pass
-
-
 class Mailbox:
     """A `Mailbox` is a bounded queue with one reader. It takes messages from any thread and delivers them in one event
     loop, in order. It keeps messages that arrive before `open`. It does not know how a message arrived."""
 
-    def __init__(self, max_messages: int, on_room: Callable[[], None] = _nothing) -> None:
-        """Creates a closed mailbox. `on_room` is called (in the loop) when a full mailbox has become empty again."""
+    def __init__(self, max_messages: int) -> None:
+        """Creates a mailbox whose delivery has not begun."""
         self._max_messages = max_messages
-        self._on_room = on_room
         self._lock = threading.Lock()
         self._messages: deque[PlaneMessage] = deque()
-        self._handler: Callable[[PlaneMessage], None] | None = None
+        self._handler: Handler | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_scheduled = False
         self._is_closed = False
-        self._was_full = False
 
-    def open(self, handler: Callable[[PlaneMessage], None]) -> None:
+    def open(self, handler: Handler) -> None:
         """Begins delivery in the running loop. Raises RuntimeError without a loop, or if delivery has already begun."""
         loop = asyncio.get_running_loop()
         with self._lock:
@@ -203,27 +206,8 @@ class Mailbox:
             if len(self._messages) >= self._max_messages:
                 return False
             self._messages.append(message)
-            self._was_full |= len(self._messages) == self._max_messages
             self._schedule()
             return True
-
-    def put_all(self, messages: Sequence[PlaneMessage]) -> None:
-        """Adds messages, from any thread, and drops those that find no room; the caller asks `num_free` first. A closed
-        mailbox drops all of them."""
-        with self._lock:
-            if self._is_closed or not messages:
-                return
-            self._messages.extend(messages[: self._max_messages - len(self._messages)])
-            self._was_full |= len(self._messages) == self._max_messages
-            self._schedule()
-
-    def num_free(self) -> int:
-        """Returns how many messages find room now."""
-        with self._lock:
-            return self._max_messages - len(self._messages)
-
-    def is_full(self) -> bool:
-        return self.num_free() <= 0
 
     def close(self) -> None:
         """Ends delivery and drops the messages that were not delivered. It is idempotent."""
@@ -245,25 +229,15 @@ class Mailbox:
     def _deliver(self) -> None:
         """Delivers the messages of one turn, in the loop."""
         assert self._handler is not None
-        end_s = time.perf_counter() + _TURN_S
-        for _ in range(_MESSAGES_PER_TURN):
+        end_s = time.perf_counter() + TURN_S
+        for _ in range(MESSAGES_PER_TURN):
             with self._lock:
                 if not self._messages:
                     break
                 message = self._messages.popleft()
-            try:
-                self._handler(message)
-            except Exception:
-                # This loop runs as long as the process, so one bad message must not end it.
-                concerned = {"request_id": getattr(message, "request_id", None)}
-                _LOG.exception("the handler failed on a message of type %s", type(message).__name__, extra=concerned)
+            deliver(self._handler, message)
             if time.perf_counter() >= end_s:
                 break
         with self._lock:
             self._is_scheduled = False
             self._schedule()
-            has_room_again = self._was_full and not self._messages
-            if has_room_again:
-                self._was_full = False
-        if has_room_again:
-            self._on_room()

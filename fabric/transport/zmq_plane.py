@@ -1,8 +1,10 @@
 """Implements the message plane between processes, over ZeroMQ, and the keys that protect it.
 
 A `ZmqPlane` binds one PULL socket and has one PUSH socket for each peer (docs/adr/0056-plane-at-scale.md says why there
-is no broker). All sockets belong to one I/O thread. `send` puts bytes into a queue and wakes the thread at most once
-per round, so a burst costs one system call. The endpoint binds to the loopback unless another host is given.
+is no broker). The PUSH sockets belong to one I/O thread. `send` puts bytes into a queue and wakes the thread at most
+once per round, so a burst costs one system call, and small messages that wait for one peer travel as one bundle. The
+event loop of the receiver reads the PULL socket itself (docs/adr/0066-arrivals-in-the-event-loop.md). The endpoint
+binds to the loopback unless another host is given.
 
 The cluster's `PlaneKeys` authenticate and encrypt every connection by ZeroMQ's CURVE: a peer without them can neither
 send nor receive anything.
@@ -12,9 +14,13 @@ This module knows nothing of what the messages mean, or of how the keys reach th
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import contextvars
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,18 +29,19 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from fabric.contracts import ConfigError, PlaneMessage, ProtocolError, decode_message, encode_message
-from fabric.transport.message_plane import Handler, Mailbox
+from fabric.contracts import ConfigError, PlaneMessage, ProtocolError, decode_bundle, encode_bundle, encode_message
+from fabric.transport.message_plane import MESSAGES_PER_TURN, TURN_S, Handler, deliver
 
 _LOG = logging.getLogger(__name__)
 
 
 # ------------------------------------------------------------ the endpoint
 
-_RECEIVED_PER_ROUND = 256
-"""Limits what one round receives, so that a flood of arrivals does not keep the I/O thread from sending."""
+_BUNDLE_MESSAGES, _BUNDLE_BYTES = 64, 1 << 16
+"""Limit what travels together; a message that is larger than the second limit travels alone."""
 _BACKLOG = 4096
 """This many connections may wait to be accepted: all members of a large cluster connect to a router that starts."""
+_READABLE = int(zmq.POLLIN)
 
 
 class ZmqPlane:
@@ -48,8 +55,9 @@ class ZmqPlane:
         max_message_bytes: int = 256 << 20,
     ) -> None:
         """Binds a free port of `bind_host` (an address that peers can reach) and starts the I/O thread.
-        `max_queued_messages` applies to each peer, and again to the messages that have arrived and are not handled;
-        further messages wait in the sender. Raises ConfigError when the host cannot be bound."""
+        `max_queued_messages` limits the messages that wait for each peer. Messages that have arrived and are not
+        handled wait in ZeroMQ's own queues, and further ones in their senders. Raises ConfigError when the host cannot
+        be bound."""
         self._max_queued_messages = max_queued_messages
         self._keys = keys
         self._context = zmq.Context()
@@ -69,7 +77,7 @@ class ZmqPlane:
             self._context.destroy(linger=0)
             raise ConfigError(f"the message plane can't bind to {bind_host}: {error}") from error
         self._address = f"tcp://{bind_host}:{port}"
-        self._mailbox = Mailbox(max_queued_messages, on_room=self._wake)
+        self._reader: _SocketReader | None = None
         self._lock = threading.Lock()
         self._outgoing: dict[str, deque[bytes]] = {}
         self._to_flush: set[str] = set()
@@ -79,10 +87,8 @@ class ZmqPlane:
         """Holds the addresses to which no connection could be opened; each is logged once."""
         self._forgotten: list[str] = []
         self._is_awake = False
-        self._is_started = False
         self._is_closed = False
         self._num_dropped = 0
-        self._num_malformed = 0
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = zmq.Poller()
         self._pushes: dict[str, zmq.Socket[bytes]] = {}
@@ -109,12 +115,14 @@ class ZmqPlane:
     @property
     def num_malformed(self) -> int:
         """Counts the arrivals that were not messages; they are logged and dropped."""
-        return self._num_malformed
+        return 0 if self._reader is None else self._reader.num_malformed
 
     def start(self, handler: Handler) -> None:
-        self._mailbox.open(handler)
-        self._is_started = True
-        self._wake()
+        with self._lock:
+            if self._reader is not None:
+                raise RuntimeError("delivery has already begun")
+            if not self._is_closed:
+                self._reader = _SocketReader(self._pull, self._address, handler)
 
     def send(self, address: str, message: PlaneMessage) -> bool:
         data = encode_message(message)
@@ -138,12 +146,7 @@ class ZmqPlane:
         with self._lock:
             self._is_closed = True
             self._wake_locked()
-        self._mailbox.close()
         self._thread.join()
-
-    def _wake(self) -> None:
-        with self._lock:
-            self._wake_locked()
 
     def _wake_locked(self) -> None:
         if not self._is_awake:
@@ -157,13 +160,12 @@ class ZmqPlane:
         self._poller.register(self._zap, zmq.POLLIN)
         try:
             while not self._is_closed:
-                self._watch_arrivals()
                 ready = {socket for socket, _ in self._poller.poll()}
                 if self._wake_fd in ready:
                     self._sleep_again()
-                self._authenticate()
+                if self._zap in ready:
+                    self._authenticate()
                 self._close_forgotten()
-                self._receive()
                 with self._lock:
                     addresses, self._to_flush = self._to_flush, set()
                 addresses |= {address for push, address in self._blocked.items() if push in ready}
@@ -173,15 +175,6 @@ class ZmqPlane:
             _LOG.exception("the I/O thread of the endpoint %s failed, and the endpoint is closed", self._address)
         finally:
             self._shut_down()
-
-    def _watch_arrivals(self) -> None:
-        """Reads only what the mailbox has room for. The rest waits in the senders, which notice it by their own full
-        queues."""
-        is_wanted = self._is_started and not self._mailbox.is_full()
-        if is_wanted and self._pull not in self._poller:
-            self._poller.register(self._pull, zmq.POLLIN)
-        elif not is_wanted and self._pull in self._poller:
-            self._poller.unregister(self._pull)
 
     def _sleep_again(self) -> None:
         with self._lock:
@@ -197,22 +190,6 @@ class ZmqPlane:
                 return
             self._zap.send_multipart(self._keys.zap_reply(question))
 
-    def _receive(self) -> None:
-        if not self._is_started:
-            return
-        arrived: list[PlaneMessage] = []
-        for _ in range(min(_RECEIVED_PER_ROUND, self._mailbox.num_free())):
-            try:
-                data = self._pull.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                break
-            try:
-                arrived.append(decode_message(data))
-            except ProtocolError as error:
-                self._num_malformed += 1
-                _LOG.warning("the endpoint %s dropped an arrival of %d bytes: %s", self._address, len(data), error)
-        self._mailbox.put_all(arrived)
-
     def _flush(self, address: str) -> None:
         """Sends what the peer's socket accepts. While messages are left, the poller watches the socket's readiness."""
         queue = self._outgoing.get(address)
@@ -222,14 +199,16 @@ class ZmqPlane:
         if push is None:
             return
         while queue:
+            bundle = _first_bundle(queue)
             try:
-                push.send(queue[0], zmq.NOBLOCK)
+                push.send(encode_bundle(bundle), zmq.NOBLOCK)
             except zmq.Again:
                 if push not in self._blocked:
                     self._blocked[push] = address
                     self._poller.register(push, zmq.POLLOUT)
                 return
-            queue.popleft()
+            for _ in bundle:
+                queue.popleft()
         self._unblock(push)
 
     def _unblock(self, push: zmq.Socket[bytes]) -> None:
@@ -277,11 +256,104 @@ class ZmqPlane:
             for push in self._pushes.values():
                 push.close()
             self._pushes.clear()
+            if self._reader is not None:
+                self._reader.close()
             self._pull.close()
             self._zap.close()
             self._context.term()
             self._is_awake = True
             os.close(self._wake_fd)
+
+
+def _first_bundle(queue: deque[bytes]) -> list[bytes]:
+    """Returns the first messages of a queue that travel together. Other threads may append to the queue meanwhile."""
+    found, num_bytes = [queue[0]], len(queue[0])
+    for index in range(1, min(len(queue), _BUNDLE_MESSAGES)):
+        num_bytes += len(queue[index])
+        if num_bytes > _BUNDLE_BYTES:
+            break
+        found.append(queue[index])
+    return found
+
+
+class _SocketReader:
+    """A `_SocketReader` receives from a PULL socket in the event loop that handles the messages. A thread in between
+    would have to wake for each arrival, and would then wake the loop.
+
+    ZeroMQ's file descriptor becomes readable only when something arrives at a socket that was found empty. So a turn
+    goes on until the socket is empty, or asks the loop for a further turn."""
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str, handler: Handler) -> None:
+        """Begins delivery in the running loop."""
+        self.num_malformed = 0
+        self._socket, self._address, self._handler = socket, address, handler
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        """Keeps the socket from being closed while the loop receives from it."""
+        self._arrived: deque[PlaneMessage] = deque()
+        self._is_turn_due = False
+        self._is_closed = False
+        # The loop watches a copy of the file descriptor, which stays valid when ZeroMQ closes its own.
+        self._fd = os.dup(socket.fileno())
+        contextvars.Context().run(self._begin)  # What belongs to the caller's task must not be seen by the handler.
+
+    def _begin(self) -> None:
+        self._loop.add_reader(self._fd, self._wake)
+        self._ask_for_turn()
+
+    def _ask_for_turn(self) -> None:
+        self._is_turn_due = True
+        self._loop.call_soon(self._take_turn)
+
+    def _wake(self) -> None:
+        if not self._is_turn_due:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """Delivers the messages of one turn."""
+        self._is_turn_due = False
+        end_s = time.perf_counter() + TURN_S
+        for _ in range(MESSAGES_PER_TURN):
+            if not self._arrived and not self._receive():
+                return
+            if self._is_closed:
+                return
+            if self._arrived:
+                deliver(self._handler, self._arrived.popleft())
+            if time.perf_counter() >= end_s:
+                break
+        self._ask_for_turn()
+
+    def _receive(self) -> bool:
+        """Receives what has travelled together. Returns False if nothing has arrived."""
+        with self._lock:
+            if self._is_closed:
+                return False
+            # To ask costs a fifth of the exception that `recv` raises without an arrival.
+            if not int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE:
+                return False
+            data = self._socket.recv(zmq.NOBLOCK)
+        try:
+            self._arrived.extend(decode_bundle(data))
+        except ProtocolError as error:
+            self.num_malformed += 1
+            _LOG.warning("the endpoint %s dropped an arrival of %d bytes: %s", self._address, len(data), error)
+        return True
+
+    def close(self) -> None:
+        """Ends delivery; the socket may be closed after that. The caller's thread is not that of a running loop."""
+        with self._lock:
+            self._is_closed = True
+        if not self._loop.is_running():
+            self._stop_watching()
+            return
+        with contextlib.suppress(RuntimeError):  # The loop was closed since, and its watches with it.
+            self._loop.call_soon_threadsafe(self._stop_watching)
+
+    def _stop_watching(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        os.close(self._fd)
 
 
 # ------------------------------------------------------------ the keys

@@ -49,7 +49,8 @@ from fabric.contracts import (
     RouterHeartbeat,
     SnapshotRequest,
     WorkerReport,
-    decode_message,
+    decode_bundle,
+    encode_bundle,
     encode_message,
 )
 from fabric.transport import Handler, PlaneKeys, RouterTable
@@ -62,6 +63,8 @@ TOKEN_S = 0.03
 """A fake worker makes a token of each of its sequences in this time."""
 MEDIA_SHARE, ENCODE_S = 0.3, 0.15
 """This share of the requests has a picture, which takes this long to encode."""
+BUNDLE_MESSAGES = 64
+"""At most this many messages to one router travel together."""
 TICK_S = 0.2
 """Members look at their numbers this often."""
 
@@ -152,23 +155,26 @@ class FleetEndpoint:
         self._handler = handler
 
     def poll(self) -> None:
-        """Delivers what has arrived, and sends what could not be sent in earlier rounds."""
+        """Delivers what has arrived."""
         while True:
             try:
                 data = self._pull.recv(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._handler(decode_message(data))
-        for address in list(self._waiting):
-            self._flush(address)
+            for message in decode_bundle(data):
+                self._handler(message)
 
     def send(self, address: str, message: PlaneMessage) -> bool:
         data = encode_message(message)
         self._fleet.bytes_sent += len(data)
         self._fleet.messages_sent += 1
         self._waiting.setdefault(address, deque()).append(data)
-        self._flush(address)
         return True
+
+    def flush(self) -> None:
+        """Sends what waits. As from a `ZmqPlane`, what the member sent to a router in one turn travels together."""
+        for address in list(self._waiting):
+            self._flush(address)
 
     def _flush(self, address: str) -> None:
         push = self._pushes.get(address)
@@ -176,11 +182,13 @@ class FleetEndpoint:
             push = self._pushes[address] = self._fleet.push(address)
         waiting = self._waiting[address]
         while waiting:
+            num_together = min(len(waiting), BUNDLE_MESSAGES)
             try:
-                push.send(waiting[0], zmq.NOBLOCK)
+                push.send(encode_bundle([waiting[index] for index in range(num_together)]), zmq.NOBLOCK)
             except zmq.Again:
                 return
-            waiting.popleft()
+            for _ in range(num_together):
+                waiting.popleft()
         del self._waiting[address]
 
     def forget(self, address: str) -> None:
@@ -392,6 +400,7 @@ def serve_fleet(channel: Connection, spec: ClusterSpec, names: Sequence[str]) ->
     while True:
         for each in members:
             each.turn()
+            each.plane.flush()
         fleet.clock.now_s += ROUND_S
         ahead_s = began_s + spec.stretch * fleet.clock.now_s - time.monotonic()
         if channel.poll(max(0.0, ahead_s)):

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import errno
 import itertools
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +26,9 @@ from fabric.contracts import (
     RouterHeartbeat,
     TokenFrame,
     TokenFrames,
+    decode_bundle,
+    encode_bundle,
+    encode_message,
 )
 from fabric.transport import LocalHub, LocalPlane, Plane, PlaneKeys, ZmqPlane
 
@@ -271,6 +278,80 @@ async def test_zmq_counts_and_drops_what_is_no_message(zmq_planes: Callable[...,
         member.send(msgspec.msgpack.encode(["AbortAttempt", "r", 1]))
         assert await inbox.wait_for(1) == [message(1)]
     assert receiver.num_malformed == 2
+
+
+@contextlib.contextmanager
+def bound_later(port: int) -> Iterator[zmq.Socket[bytes]]:
+    """Binds a receiver of raw data to a port."""
+    with zmq.Context() as context, context.socket(zmq.REP) as zap, context.socket(zmq.PULL) as pull:
+        zap.bind("inproc://zeromq.zap.01")
+        KEYS.secure_receiver(pull)
+        pull.bind(f"tcp://127.0.0.1:{port}")
+        assert zap.poll(int(PATIENCE_S * 1e3))
+        zap.send_multipart(KEYS.zap_reply(zap.recv_multipart()))
+        yield pull
+
+
+async def test_zmq_sends_together_what_waits_for_one_peer(zmq_planes: Callable[..., ZmqPlane]) -> None:
+    sender = zmq_planes()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    sent = [message(number) for number in range(100)]
+    large = AbortAttempt(RequestId("r" * 100_000), 1)
+    for each in (*sent, large, message(100)):
+        sender.send(f"tcp://127.0.0.1:{port}", each)
+    with bound_later(port) as pull:
+        arrived = []
+        while sum(map(len, arrived)) < 102:
+            assert pull.poll(int(PATIENCE_S * 1e3))
+            arrived.append(decode_bundle(pull.recv()))
+    assert [item for bundle in arrived for item in bundle] == [*sent, large, message(100)]
+    assert [len(bundle) for bundle in arrived] == [64, 36, 1, 1], "a large message travels alone"
+
+
+async def test_zmq_delivers_what_travelled_together_one_by_one(zmq_planes: Callable[..., ZmqPlane]) -> None:
+    receiver, inbox = zmq_planes(), Inbox()
+    receiver.start(inbox)
+    bundle = encode_bundle([encode_message(message(number)) for number in range(3)])
+    with zmq.Context() as context, context.socket(zmq.PUSH) as member:
+        KEYS.secure_sender(member)
+        member.connect(receiver.address)
+        member.send(bundle[:-1])
+        member.send(bundle)
+        assert await inbox.wait_for(3) == [message(0), message(1), message(2)]
+    assert receiver.num_malformed == 1
+
+
+async def test_zmq_closed_from_its_loop_or_from_a_thread_keeps_no_file() -> None:
+    async def open_and_close(is_in_thread: bool) -> None:
+        plane, inbox = ZmqPlane(KEYS), Inbox()
+        plane.start(inbox)
+        plane.send(plane.address, message(1))
+        await inbox.wait_for(1)
+        await (asyncio.to_thread(plane.close) if is_in_thread else asyncio.sleep(0, plane.close()))
+        await asyncio.sleep(0)
+
+    await open_and_close(True)
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(4):
+        await open_and_close(number % 2 == 0)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+async def test_zmq_handler_sees_nothing_of_the_task_that_started_it(zmq_planes: Callable[..., ZmqPlane]) -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
+    variable.set("of the task")
+    plane, seen, has_come = zmq_planes(), [], asyncio.Event()
+
+    def handle(_: PlaneMessage) -> None:
+        seen.append(variable.get())
+        has_come.set()
+
+    plane.start(handle)
+    plane.send(plane.address, message(1))
+    async with asyncio.timeout(PATIENCE_S):
+        await has_come.wait()
+    assert seen == ["nothing"]
 
 
 async def test_zmq_survives_an_address_that_is_none(zmq_planes: Callable[..., ZmqPlane]) -> None:

@@ -20,7 +20,7 @@ REASONS = {
     "encoder_pool/decode_process.py:decode_item": "one job of the loop of a decode process",
     "encoder_pool/forward.py:fail_alone": "one batch of the loop of the forward thread",
     "encoder_pool/pipeline.py:Pipeline._decode": "the top of a job's task, for which calls wait",
-    "fabric/transport/message_plane.py:Mailbox._deliver": "the loop of the message plane, one message at a time",
+    "fabric/transport/message_plane.py:deliver": "the loop of the message plane, one message at a time",
     "fabric/transport/pulling.py:PullingSink._run": "the loop of the transfer thread",
     "fabric/transport/zmq_plane.py:ZmqPlane._run": "the loop of the I/O thread",
     "llm_workers/engine.py:Engine._run": "the loop of the engine's thread",

@@ -7,7 +7,7 @@ import typing
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fabric.contracts.calls as calls
@@ -60,6 +60,23 @@ def test_plane_messages_round_trip(kind: type[msgspec.Struct]) -> None:
         assert back == message
 
     check()
+
+
+@given(st.lists(st.one_of([values(kind) for kind in PLANE]), min_size=1, max_size=4))
+@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
+def test_messages_that_travel_together_come_back_in_order(sent: list[messages.PlaneMessage]) -> None:
+    data = messages.encode_bundle([messages.encode_message(message) for message in sent])
+    back = messages.decode_bundle(data)
+    assert back == tuple(sent)
+    assert [type(message) for message in back] == [type(message) for message in sent]
+    with pytest.raises(ProtocolError):
+        messages.decode_bundle(data[:-1])
+
+
+def test_a_message_that_travels_alone_is_its_own_bundle() -> None:
+    data = messages.encode_message(messages.AbortAttempt("r", 1))
+    assert messages.encode_bundle([data]) == data
+    assert messages.decode_bundle(data) == (messages.AbortAttempt("r", 1),)
 
 
 @pytest.mark.parametrize("kind", CALLS, ids=lambda kind: kind.__name__)
