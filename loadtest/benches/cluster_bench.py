@@ -213,7 +213,7 @@ def _result(spec: ClusterSpec, figures: ClusterFigures, variant: str) -> BenchRe
         f"({spec.requests_per_s / FULL_RATE:.0%} of the full rate), the keys of the plane on.",
         f"A simulated second took {spec.stretch:g} real ones; {simulated_s:.1f} simulated seconds were measured.",
         "A router is ready when every member has reported; the CPU seconds are those of its process until then.",
-        "A standstill is the CPU time of the event loop's thread between two turns of a task that is always ready.",
+        "A standstill is a turn of the event loop, in CPU time of its thread.",
     ]
     if not is_complete:
         notes.append("A router did not load everything, or its plane has ended.")

@@ -39,7 +39,7 @@ class RouterSample:
 
     cpu_s: float
     standstill_s: float
-    """This is the longest time of the event loop's thread between two turns of a task that is always ready."""
+    """This is the longest turn of the event loop, as CPU time of its thread."""
     num_messages: dict[str, int] = field(default_factory=dict)
     num_fds: int = 0
     memory_bytes: int = 0
@@ -81,8 +81,9 @@ class WatchedPlane:
 def serve_router(channel: Connection, spec: ClusterSpec, name: str) -> None:
     """Runs a real router on a real plane until the other end of `channel` asks it to stop. Sends the router's record,
     takes the members' records, and then answers every message with a `RouterSample`."""
-    with asyncio.Runner(loop_factory=lambda: StretchedLoop(spec.stretch)) as runner:
-        runner.run(_route(channel, spec, name))
+    selector = StretchedSelector(spec.stretch)
+    with asyncio.Runner(loop_factory=lambda: StretchedLoop(selector)) as runner:
+        runner.run(_route(channel, spec, name, selector))
     os._exit(0)
 
 
@@ -90,21 +91,36 @@ class StretchedLoop(asyncio.SelectorEventLoop):
     """A `StretchedLoop` is an event loop whose seconds take `stretch` real ones, so that a router's periodic work keeps
     pace with the fake members."""
 
-    def __init__(self, stretch: float) -> None:
-        super().__init__(StretchedSelector(stretch))
-        self._stretch = stretch
+    def __init__(self, selector: StretchedSelector) -> None:
+        super().__init__(selector)
+        self._stretch = selector.stretch
 
     def time(self) -> float:
         return super().time() / self._stretch
 
 
 class StretchedSelector(selectors.DefaultSelector):
+    """A `StretchedSelector` also measures the turns of its loop: a loop asks it once in each turn, and then runs what
+    is ready. The times are CPU time of the loop's thread, which other processes on the machine do not lengthen. A task
+    that measures them would itself wake the loop hundreds of times per second."""
+
     def __init__(self, stretch: float) -> None:
         super().__init__()
-        self._stretch = stretch
+        self.stretch = stretch
+        self._longest_s = 0.0
+        self._began_s: float | None = None
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        return super().select(timeout if timeout is None else timeout * self._stretch)
+        if self._began_s is not None:
+            self._longest_s = max(self._longest_s, time.thread_time() - self._began_s)
+        found = super().select(timeout if timeout is None else timeout * self.stretch)
+        self._began_s = time.thread_time()
+        return found
+
+    def take_longest_s(self) -> float:
+        """Returns the longest turn since the last call."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
 
 
 class LoopClock:
@@ -114,7 +130,7 @@ class LoopClock:
         return asyncio.get_running_loop().time()
 
 
-async def _route(channel: Connection, spec: ClusterSpec, name: str) -> None:
+async def _route(channel: Connection, spec: ClusterSpec, name: str, selector: StretchedSelector) -> None:
     from deploy.process_setup import freeze_what_lives
     from deploy.testing import FakePools, NoProber, TinyFamily, tiny_codec
     from modalities.registry import REGISTRY
@@ -134,8 +150,6 @@ async def _route(channel: Connection, spec: ClusterSpec, name: str) -> None:
     channel.send(Member(MemberId(name), "router", plane.address, "host-router", 1))
     members: list[Member] = await asyncio.to_thread(channel.recv)
     freeze_what_lives()
-    watch = StandstillWatch()
-    watching = asyncio.create_task(watch.run())
     given = asyncio.create_task(_given(members, plane))
     service.update_members(members)
     began_cpu_s = time.process_time()
@@ -145,7 +159,7 @@ async def _route(channel: Connection, spec: ClusterSpec, name: str) -> None:
         channel.send(
             RouterSample(
                 cpu_s - began_cpu_s,
-                watch.take(),
+                selector.take_longest_s(),
                 dict(plane.counts),
                 len(os.listdir("/proc/self/fd")),
                 _resident_bytes(),
@@ -156,7 +170,6 @@ async def _route(channel: Connection, spec: ClusterSpec, name: str) -> None:
         )
         plane.counts.clear()
         began_cpu_s = cpu_s
-    watching.cancel()
 
 
 async def _given(members: Sequence[Member], plane: WatchedPlane) -> tuple[Passed, Passed]:
@@ -170,26 +183,6 @@ async def _given(members: Sequence[Member], plane: WatchedPlane) -> tuple[Passed
 
     reported = await until(lambda: len(plane.reported) >= len(members))
     return reported, await until(lambda: len(plane.snapshots) >= len(members))
-
-
-class StandstillWatch:
-    """Measures how long the event loop keeps other tasks waiting, as CPU time of its thread, which other processes on
-    the machine do not lengthen."""
-
-    def __init__(self) -> None:
-        self._longest_s = 0.0
-
-    async def run(self) -> None:
-        last_s = time.thread_time()
-        while True:
-            await asyncio.sleep(0.002)
-            now_s = time.thread_time()
-            self._longest_s = max(self._longest_s, now_s - last_s)
-            last_s = now_s
-
-    def take(self) -> float:
-        longest_s, self._longest_s = self._longest_s, 0.0
-        return longest_s
 
 
 def _resident_bytes() -> int:
