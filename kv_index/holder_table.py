@@ -149,6 +149,8 @@ class NativeTable:
         weakref.finalize(self, library.ht_free, self._table)
         self._library = library
         self._lookup = library.ht_lookup
+        self._is_sweep_due = False
+        """Says whether members left since the last call of `sweep` that found nothing left to do."""
         self._num_slots = 0
         self._slots = (ctypes.c_int32 * 0)()
         """Has room for the holders of as many blocks as `_counts` has."""
@@ -168,9 +170,11 @@ class NativeTable:
 
     def leave(self, member: int) -> None:
         self._library.ht_leave(self._table, member)
+        self._is_sweep_due = True
 
     def sweep(self, num_entries: int = SWEPT_PER_CALL) -> None:
-        self._library.ht_sweep(self._table, num_entries)
+        if self._is_sweep_due:
+            self._is_sweep_due = self._library.ht_sweep(self._table, num_entries) != 0
 
     def store(self, member: int, parent: bytes | None, hashes: bytes) -> bool:
         count = len(hashes) // KV_HASH_BYTES

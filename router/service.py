@@ -362,6 +362,9 @@ class RouterService:
     # ------------------------------------------------------------ messages
 
     def _handle(self, message: PlaneMessage) -> None:
+        if isinstance(message, (WorkerReport, EncoderReport, KvEvents, KvSnapshot, FeatureEvents)):
+            self._learn(message)  # In a large cluster, nearly all messages are of these types.
+            return
         match message:
             case TokenFrames(worker_id=worker_id, frames=frames):
                 for frame in frames:
@@ -377,28 +380,26 @@ class RouterService:
                 self._cluster_metrics.handle(message)
             case TraceQuestion() | TraceReply():
                 self.search.handle(message)
-            case WorkerReport() | EncoderReport() | KvEvents() | KvSnapshot() | FeatureEvents():
-                self._learn(message)
             case _:
                 pass
 
     def _learn(self, message: WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents) -> None:
         """Applies a message to the view of the cluster. Ignores messages of members that have left."""
-        encoder_kinds = (EncoderReport, FeatureEvents)
-        member_id = message.encoder_id if isinstance(message, encoder_kinds) else message.worker_id
-        if member_id not in self._context.members:
+        context = self._context
+        member_id = message.encoder_id if isinstance(message, (EncoderReport, FeatureEvents)) else message.worker_id
+        if member_id not in context.members:
             return
-        if isinstance(message, WorkerReport | EncoderReport):
+        if isinstance(message, (WorkerReport, EncoderReport)):
             if self.config.shows_members:
-                self._context.metrics.reports.put(message)
+                context.metrics.reports.put(message)
             self._feeds.took_report(message)
+            if isinstance(message, WorkerReport) and message.is_lost:
+                context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
         elif isinstance(message, KvSnapshot) and not message.is_last:
             self._feeds.took_page(member_id)
         elif isinstance(message, KvSnapshot) or (isinstance(message, FeatureEvents) and message.is_snapshot):
             self._feeds.took_snapshot(member_id)
-        if isinstance(message, WorkerReport) and message.is_lost:
-            self._context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
-        for lagging in self._context.cluster.apply(message, self._context.clock.now()):
+        for lagging in context.cluster.apply(message, context.clock.now()):
             self._feeds.want_snapshot(lagging)
         if isinstance(message, WorkerReport):
             self._gate.blocks_freed()

@@ -154,24 +154,13 @@ class ClusterState:
         at most once per `snapshot_retry_s`. Messages of members that are not in the view are ignored."""
         if isinstance(message, WorkerReport):
             return self._take_worker_report(message, now)
+        if isinstance(message, KvEvents):
+            return self._take_kv_events(message, now)
         if isinstance(message, EncoderReport):
             return self._take_encoder_report(message, now)
         if isinstance(message, FeatureEvents):
             return self._take_feature_events(message, now)
-        worker_id = message.worker_id
-        if worker_id not in self._workers:
-            return ()
-        prefixes = self._prefixes(self._workers[worker_id].member)
-        if isinstance(message, KvSnapshot):
-            result = prefixes.load_snapshot(message)
-            if result is ApplyResult.PARTIAL:
-                self._member_to_page_s[worker_id] = now
-            else:
-                self._member_to_page_s.pop(worker_id, None)
-            return self._ask_on_gap(worker_id, result, now)
-        chain_to = partial(self._in_flight.chain_to, worker_id)
-        result = prefixes.apply(worker_id, message.epoch, message.first_seq, message.events, chain_to)
-        return self._ask_on_gap(worker_id, result, now)
+        return self._take_snapshot(message, now)
 
     # ------------------------------------------------------------ planning
 
@@ -356,9 +345,10 @@ class ClusterState:
         state.take(report, now)
         self._worker_columns.take(self._worker_columns.member_to_slot[report.worker_id], report, now)
         self._learning.observe_report(report, now)
-        self._in_flight.acknowledge(report.worker_id, report.acknowledged)
         self._rooms.report(report, now)
-        self._note_promised(report.worker_id)
+        if report.acknowledged:
+            self._in_flight.acknowledge(report.worker_id, report.acknowledged)
+            self._note_promised(report.worker_id)
         is_arriving = now - self._member_to_page_s.get(report.worker_id, -inf) < self._settings.page_wait_s
         is_in_step = is_arriving or self._prefixes(state.member).is_in_step(report.worker_id)
         return self._ask_unless(is_in_step, report.worker_id, now)
@@ -371,6 +361,27 @@ class ClusterState:
         self._encoder_columns.take(self._encoder_columns.member_to_slot[report.encoder_id], report, now)
         self._in_flight.acknowledge(report.encoder_id, report.acknowledged)
         return self._ask_unless(self._features.is_in_step(report.encoder_id), report.encoder_id, now)
+
+    def _take_kv_events(self, message: KvEvents, now: float) -> Sequence[MemberId]:
+        state = self._workers.get(message.worker_id)
+        if state is None:
+            return ()
+        prefixes = self._prefixes(state.member)
+        chain_to = partial(self._in_flight.chain_to, message.worker_id)
+        result = prefixes.apply(message.worker_id, message.epoch, message.first_seq, message.events, chain_to)
+        return self._ask_on_gap(message.worker_id, result, now)
+
+    def _take_snapshot(self, page: KvSnapshot, now: float) -> Sequence[MemberId]:
+        worker_id = page.worker_id
+        state = self._workers.get(worker_id)
+        if state is None:
+            return ()
+        result = self._prefixes(state.member).load_snapshot(page)
+        if result is ApplyResult.PARTIAL:
+            self._member_to_page_s[worker_id] = now
+        else:
+            self._member_to_page_s.pop(worker_id, None)
+        return self._ask_on_gap(worker_id, result, now)
 
     def _take_feature_events(self, events: FeatureEvents, now: float) -> Sequence[MemberId]:
         """Takes in the events of an encoder's cache, or of the features that a worker keeps."""

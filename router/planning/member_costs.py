@@ -209,7 +209,7 @@ class Age:
         half-life doubles; if the evidence contradicts the estimate, the half-life falls back to `HALF_LIFE_S`."""
         if not is_confirmed:
             self._half_life_s = HALF_LIFE_S
-        elif self._at_s is not None and self.trust(now) < 0.5:
+        elif self._at_s is not None and now - self._at_s > self._half_life_s:
             self._half_life_s = min(2.0 * self._half_life_s, MAX_HALF_LIFE_S)
         self._at_s = now if self._at_s is None else max(now, self._at_s)
 
