@@ -206,8 +206,8 @@ class InFlight:
                 sums = [sum(share.units for share in own), sum(share.pending_units for share in pending)]
                 assert np.allclose([columns.open_units[slot], columns.pending_units[slot]], sums), (slot, sums)
         assert all(self._attempt_to_shares.values()), "an attempt without shares is dropped"
-        shares = {s for each in self._attempt_to_shares.values() for s in each.values() if s.hashes}
-        assert shares == {share for each in self._worker_to_prompts.values() for share in each}, "prompts are kept"
+        prompts = {s for each in self._attempt_to_shares.values() for s in each.values() if s.hashes}
+        assert prompts == {share for each in self._worker_to_prompts.values() for share in each}, "prompts are kept"
         used = {mm_hash for each in self._attempt_to_shares.values() for s in each.values() for mm_hash in s.flights}
         assert used == set(self._hash_to_flights), "a flight lives as long as an attempt uses it"
 
