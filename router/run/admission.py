@@ -363,10 +363,5 @@ class AttemptUsage(NamedTuple):
 
 
 def predicted_encoder_s(plan: RoutePlan) -> float:
-    """Returns the seconds of encoders that the plan's items are predicted to take. The time of an item includes that of
-    the request's items before it on the same encoder."""
-    encoder_to_s: dict[str, float] = {}
-    for terms in plan.explanation.winner.items:
-        if not terms.is_cached:
-            encoder_to_s[terms.encoder_id] = max(encoder_to_s.get(terms.encoder_id, 0.0), terms.encode_s)
-    return sum(encoder_to_s.values())
+    """Returns the seconds of forward passes that the plan's items are predicted to take."""
+    return sum(terms.encode_s for terms in plan.explanation.winner.items if not terms.is_cached)

@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager
 
 import httpx
 import msgspec
+import planning_samples
 import pytest
 from router_chats import chat, chat_body, expected, image, read, text
 
@@ -31,7 +32,7 @@ from router.api import http_error
 from router.edge import create_app
 from router.router_config import ANONYMOUS, RouterConfig, Tenant
 from router.run import Admission, RequestStream, TenantBook, TenantLedger
-from router.run.admission import BATCH_PRIORITY, SMALL_BODY_BYTES, AttemptUsage, RequestTerms
+from router.run.admission import BATCH_PRIORITY, SMALL_BODY_BYTES, AttemptUsage, RequestTerms, predicted_encoder_s
 
 BLOCK = 16
 NUM_BLOCKS = 100
@@ -523,6 +524,21 @@ async def test_tenants_take_turns_for_blocks_by_what_they_were_charged() -> None
         assert order[:7].count("long") == 1
         for ticket in tickets:
             ticket.release()
+
+
+def test_a_tenant_is_charged_for_every_picture_of_its_request() -> None:
+    """All pictures go to one encoder. Those that occur twice are encoded once."""
+
+    def charged(*numbers: int) -> float:
+        media = [planning_samples.image(at, digit=str(number)) for at, number in enumerate(numbers)]
+        seen = planning_samples.snapshot([planning_samples.worker("w")], [planning_samples.encoder("e")])
+        return predicted_encoder_s(planning_samples.plan_route(planning_samples.query(*media, 10), seen, now=0.0))
+
+    one_s = planning_samples.ENCODE.at(256)
+    assert charged(1) == pytest.approx(one_s)
+    own_s = planning_samples.ENCODE.per_unit_s * 256
+    assert charged(*range(8)) >= 8 * own_s
+    assert charged(1, 1, 1) == charged(1)
 
 
 def test_the_length_of_answers_is_learned_by_tenant() -> None:
