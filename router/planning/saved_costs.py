@@ -130,7 +130,9 @@ def encode_costs(saved: SavedCosts, model: str) -> bytes:
 
 
 def decode_costs(content: bytes, model: str, now_s: float) -> SavedCosts:
-    """Returns the costs in the content of a file. Raises ValueError if it is no such file, or one for another model."""
+    """Returns the costs in the content of a file. Lines from the future, which a clock that was ahead has left, count
+    as seen at `now_s`, so that later ones replace them. Raises ValueError if it is no such file, or one for another
+    model."""
     try:
         found = msgspec.json.decode(content, type=_CostsFile)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -144,13 +146,13 @@ def decode_costs(content: bytes, model: str, now_s: float) -> SavedCosts:
     return SavedCosts(
         {
             CostKey(each.kind, each.hardware, each.modality, each.stage): SeenLine(
-                Line(each.base_s, each.per_unit_s), each.seen_at_s
+                Line(each.base_s, each.per_unit_s), min(each.seen_at_s, now_s)
             )
             for each in found.costs
             if each.base_s + each.per_unit_s > 0.0
         },
         {
-            each.link: SeenLine(Line(each.base_s, each.s_per_byte), each.seen_at_s)
+            each.link: SeenLine(Line(each.base_s, each.s_per_byte), min(each.seen_at_s, now_s))
             for each in found.links
             if each.base_s + each.s_per_byte > 0.0
         },

@@ -70,6 +70,15 @@ def test_newer_lines_replace_older_ones_and_very_old_ones_go() -> None:
     assert updated.link_to_line == {LinkClass.TCP: SeenLine(LINE, NOW_S - 10), LinkClass.RDMA: new}
 
 
+def test_lines_that_a_clock_ahead_has_left_are_replaced() -> None:
+    wrong, right = Line(1.0, 1.0), SeenLine(LINE, NOW_S + 60.0)
+    future = SavedCosts({KEY: SeenLine(wrong, NOW_S + 1e9)}, {LinkClass.TCP: SeenLine(wrong, NOW_S + 1e9)}, NOW_S)
+    found = decode_costs(encode_costs(future, "m"), "m", NOW_S)
+    assert found.link(LinkClass.TCP) == wrong
+    merged = SavedCosts({KEY: right}, {LinkClass.TCP: right}, NOW_S).merged(found)
+    assert (merged.key_to_line[KEY], merged.link_to_line[LinkClass.TCP]) == (right, right)
+
+
 GOOD = encode_costs(SavedCosts({KEY: SeenLine(LINE, NOW_S)}, {LinkClass.TCP: SeenLine(LINE, NOW_S)}, NOW_S), "m")
 
 
