@@ -439,6 +439,7 @@ uint32_t ht_sweep(Table *t, uint32_t count) {
                 if (has(t->leaving, member)) t->free_members[t->num_free_members++] = member;
             memset(t->leaving, 0, 8 * (size_t)t->words);
             begin_sweep(t);
+            clean = 0; /* other members leave now */
             continue;
         }
         uint32_t e = t->cursor++;

@@ -65,6 +65,19 @@ def test_members_that_left_are_swept_out_in_pieces_and_their_numbers_used_again(
     assert depths_of(table, path_hashes((0,) * 100), 3) == [0, 10, 0]
 
 
+def test_a_member_that_leaves_during_a_sweep_is_swept_out_of_the_set_that_the_sweep_saw_last(
+    table: HolderTable,
+) -> None:
+    first, second = table.join(0), table.join(1)
+    table.store(first, None, path_hash((0,)))
+    table.store(second, None, path_hashes((0, 0)))
+    table.leave(first)
+    table.leave(second)
+    table.sweep()
+    table.check_invariants()
+    assert table.stats().num_keys == 0, "nobody holds a block"
+
+
 def test_a_member_that_stored_nothing_costs_no_sweep(table: HolderTable) -> None:
     member = table.join(0)
     for _ in range(1000):
