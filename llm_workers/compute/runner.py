@@ -185,19 +185,23 @@ def splice_features(
     levels. If nothing is placed, both are None."""
     if not placed:
         return None, None
-    deeper = []
-    for at, splice in placed:
-        feature = features.feature(splice.unit)[:, splice.row : splice.row + splice.length]
-        embeddings[at : at + splice.length].copy_(feature[0])
-        deeper.append(feature[1:].to(device=embeddings.device, dtype=embeddings.dtype))
-    num_deeper = max(len(levels) for levels in deeper)
+    taken = [features.feature(splice.unit) for _, splice in placed]
+    for (at, splice), feature in zip(placed, taken, strict=True):
+        embeddings[at : at + splice.length].copy_(feature[0, splice.row : splice.row + splice.length])
+    most_levels = max(len(feature) for feature in taken)
     spans = [
-        (np.arange(at, at + splice.length), levels)
-        for (at, splice), levels in zip(placed, deeper, strict=True)
-        if len(levels) == num_deeper
+        (at, splice, feature)
+        for (at, splice), feature in zip(placed, taken, strict=True)
+        if len(feature) == most_levels
     ]
-    rows = np.concatenate([rows for rows, _ in spans])
-    return torch.from_numpy(rows).to(embeddings.device), torch.cat([levels for _, levels in spans], dim=1)
+    rows = torch.from_numpy(np.concatenate([np.arange(at, at + splice.length) for at, splice, _ in spans]))
+    if most_levels == 1:
+        return rows.to(embeddings.device), embeddings.new_empty((0, len(rows), embeddings.shape[1]))
+    levels = [
+        feature[1:, splice.row : splice.row + splice.length].to(device=embeddings.device, dtype=embeddings.dtype)
+        for _, splice, feature in spans
+    ]
+    return rows.to(embeddings.device), torch.cat(levels, dim=1)
 
 
 class PlacedSplice(NamedTuple):

@@ -221,7 +221,7 @@ def _add_parts(result: BenchResult, config: ClusterConfig, load: BenchLoad) -> N
     shares = forward_shares(config, load.concurrency, load.prompt_tokens, load.prompt_tokens + load.output_tokens // 2)
     for step, kind_to_share in shares.items():
         result.rows.extend([f"{step} forward: {kind}", f"{share:.1%}", "", ""] for kind, share in kind_to_share.items())
-    ours_s, loop_s = splice_times()
+    ours_s, loop_s, _ = splice_times()
     result.rows.append([f"splice of {PROMPT_TOKENS:,} tokens (ms)", f"{ours_s * 1e3:.2f}", "", ""])
     result.rows.append(["the same in a loop (ms)", f"{loop_s * 1e3:.2f}", "", ""])
     result.bars.append(Bar(f"splice of {PROMPT_TOKENS:,} tokens", ours_s * 1e3, SPLICE_BAR_S * 1e3, "ms", is_max=True))
