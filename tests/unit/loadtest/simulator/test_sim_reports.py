@@ -138,11 +138,26 @@ def test_wrong_options_are_explained(capsys: pytest.CaptureFixture[str]) -> None
 # ---------------------------------------------------------------- figures of the documents
 
 
-@pytest.mark.parametrize("name", ["overlap", "batch", "types", "batches", "memory"])
+@pytest.mark.parametrize("name", ["overlap", "batch", "types", "memory"])
 def test_the_simulator_gives_the_figures_of_the_documents(name: str) -> None:
     figure = FIGURES[name]()
     assert figure.assumed
     assert [row.what for row in figure.rows if not row.is_alike] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "missed"),
+    [
+        ("encoding", 17, ["10 s of video and 30 s of sound, H100"]),
+        ("batches", 10, ["1 pictures, use of the device", "4 pictures, use of the device"]),
+    ],
+)
+def test_only_what_a_document_contradicts_itself_in_is_missed(name: str, num_rows: int, missed: list[str]) -> None:
+    figure = FIGURES[name]()
+    assert len(figure.rows) == num_rows
+    assert figure.assumed
+    assert figure.notes
+    assert [row.what for row in figure.rows if not row.is_alike] == missed
 
 
 def test_figures_are_printed_next_to_the_documents(capsys: pytest.CaptureFixture[str]) -> None:
