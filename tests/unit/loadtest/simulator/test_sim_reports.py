@@ -138,7 +138,7 @@ def test_wrong_options_are_explained(capsys: pytest.CaptureFixture[str]) -> None
 # ---------------------------------------------------------------- figures of the documents
 
 
-@pytest.mark.parametrize("name", ["overlap", "batch", "types", "memory"])
+@pytest.mark.parametrize("name", ["overlap", "batch", "types", "tpot", "memory"])
 def test_the_simulator_gives_the_figures_of_the_documents(name: str) -> None:
     figure = FIGURES[name]()
     assert figure.assumed
