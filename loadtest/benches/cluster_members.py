@@ -64,7 +64,7 @@ TOKEN_S = 0.03
 MEDIA_SHARE, ENCODE_S = 0.3, 0.15
 """This share of the requests has a picture, which takes this long to encode."""
 BUNDLE_MESSAGES = 64
-"""At most this many messages to one router travel together."""
+"""A fake member sends at most this many messages to one router together."""
 TICK_S = 0.2
 """Members look at their numbers this often."""
 
