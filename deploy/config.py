@@ -351,9 +351,10 @@ class WorkerSection(_Section):
     """Sets the number of KV blocks of each worker. Together they hold `num_blocks * block_size` tokens, which all
     requests of the worker share with the prefix cache."""
     max_step_tokens: int = Field(default_of(WorkerConfig, "max_step_tokens"), ge=1)
-    media_chunk_tokens: int = Field(default_of(WorkerConfig, "media_chunk_tokens"), ge=0)
-    """Limits the tokens that a prompt with media computes in one step while the worker has a request without media, so
-    that long prompts with media delay texts less; 0 sets no such limit."""
+    media_chunk_tokens: int | None = Field(default_of(WorkerConfig, "media_chunk_tokens"), ge=0)
+    """Limits the tokens that prompts compute in one step while the worker has a request without media, and for two
+    seconds after, by limiting the prompts with media whose priority is not more urgent; so they delay texts less. With
+    None, the limit is what nine in ten steps compute of texts; 0 sets no limit."""
     max_sequences: int = Field(default_of(WorkerConfig, "max_sequences"), ge=1)
     prefix_cache: bool = default_of(WorkerConfig, "is_prefix_cache_enabled")
     """Says whether workers keep the KV blocks of earlier prompts and use them again for prompts that begin the same."""

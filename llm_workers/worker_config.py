@@ -39,10 +39,11 @@ class WorkerConfig:
     num_blocks: int = 1024
     max_step_tokens: int = 512
     """Limits the tokens computed in one step, over all sequences."""
-    media_chunk_tokens: int = 0
-    """Limits the tokens that a prompt with media computes in one step while a request without media is here, so that a
-    long prompt makes no step long in which a short one begins or decodes. 0 means that only `max_step_tokens` limits
-    it."""
+    media_chunk_tokens: int | None = None
+    """Limits the tokens that all prompts compute in one step while a request without media is here, and for a moment
+    after, by limiting those with media: so they make no step long in which a text arrives, begins or decodes. With
+    None, the limit is what nine in ten steps compute of texts (see `step_planner`); 0 means that only `max_step_tokens`
+    limits them."""
     max_sequences: int = 64
     """Limits the sequences in one step."""
     is_prefix_cache_enabled: bool = True
@@ -95,7 +96,7 @@ class WorkerConfig:
             if getattr(self, name) < 1:
                 raise ConfigError(f"worker: {name} must be at least 1, not {getattr(self, name)}")
         for name in ("media_chunk_tokens", "step_delay_s", "step_delay_s_per_token", "step_delay_s_per_decode"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"worker: {name} must be at least 0, not {getattr(self, name)}")
         if self.cuda_graphs not in ("off", "auto"):
             raise ConfigError(f"worker: cuda_graphs must be `off` or `auto`, not {self.cuda_graphs!r}")

@@ -1,11 +1,12 @@
 """Keeps the sequences that could compute tokens of their prompt now, in the order in which a step tries them:
 
     priority      the lowest number comes first, as in vLLM
-    readiness     sequences that have all their media come before those that can only compute up to a missing medium
+    kind          prompts without media come first (`PromptKind`); a step keeps a part of its budget for the next kind,
+                  those that have all their media; those that can only compute up to a missing medium come last
     fairness      tenants take turns, by how much they were served (`FairShare`)
     age           the oldest sequence of one tenant comes first
 
-`PrefillQueue` keeps one `_Group` of sequences for each priority and readiness; in a group, `FairShare` says which
+`PrefillQueue` keeps one `_Group` of sequences for each priority and kind; in a group, `FairShare` says which
 tenant comes next. Events keep the order up to date: a step pays for the sequences that it looks at, not for those that
 wait behind them.
 
@@ -17,13 +18,31 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from enum import IntEnum
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from fabric.ranked_heap import RankedHeap
 from llm_workers.scheduling.sequence import AgeKey, Rank, Sequence
 
-_GroupKey = tuple[int, bool]
-"""Holds the priority, and whether media are missing."""
+
+class PromptKind(IntEnum):
+    """A `PromptKind` says which media a prompt contains and has, in the order in which a step tries the kinds."""
+
+    TEXT = 0
+    """The prompt contains no media."""
+    READY = 1
+    """The worker has all media that the prompt still needs."""
+    WAITING = 2
+    """Media are missing, so the sequence can only compute up to the first of them."""
+
+
+class GroupKey(NamedTuple):
+    """A `GroupKey` names the sequences of one priority and kind."""
+
+    priority: int
+    kind: PromptKind
 
 
 class PrefillQueue:
@@ -32,10 +51,10 @@ class PrefillQueue:
     def __init__(self, max_step_tokens: int) -> None:
         self._max_step_tokens = max_step_tokens
         self._shares = FairShare()
-        self._groups: dict[_GroupKey, _Group] = {}
-        self._keys: list[_GroupKey] = []
+        self._groups: dict[GroupKey, _Group] = {}
+        self._keys: list[GroupKey] = []
         """Holds the keys of the groups, in order."""
-        self._places: dict[Sequence, _GroupKey] = {}
+        self._places: dict[Sequence, GroupKey] = {}
         self._by_rank: RankedHeap[Sequence, Rank] = RankedHeap()
         self._num_ready: Counter[str] = Counter()
         """Counts, per tenant, the sequences that have all their media."""
@@ -50,7 +69,8 @@ class PrefillQueue:
 
     def put(self, sequence: Sequence, is_ready: bool) -> None:
         """Adds the sequence, or moves it to the place where it now belongs."""
-        key, place = (sequence.priority, not is_ready), self._places.get(sequence)
+        kind = (PromptKind.READY if sequence.has_media else PromptKind.TEXT) if is_ready else PromptKind.WAITING
+        key, place = GroupKey(sequence.priority, kind), self._places.get(sequence)
         if key == place:
             return
         if place is not None:
@@ -62,7 +82,7 @@ class PrefillQueue:
             self._groups[key] = _Group(self._shares)
         self._groups[key].put(sequence)
         self._places[sequence] = key
-        self._count(sequence.tenant, is_ready - (place is not None and not place[1]))
+        self._count(sequence.tenant, is_ready - (place is not None and place.kind != PromptKind.WAITING))
         self._drop_empty(place)
 
     def discard(self, sequence: Sequence) -> None:
@@ -71,7 +91,7 @@ class PrefillQueue:
         if place is not None:
             self._by_rank.discard(sequence)
             self._groups[place].discard(sequence)
-            self._count(sequence.tenant, -(not place[1]))
+            self._count(sequence.tenant, -(place.kind != PromptKind.WAITING))
             self._drop_empty(place)
 
     # ------------------------------------------------------------ a step
@@ -83,11 +103,15 @@ class PrefillQueue:
         self._satisfied.clear()
         self._shares.begin_step()
 
-    def in_turn(self) -> Generator[Sequence, None, None]:
-        """Yields all sequences in the order in which the step tries them; none may be added or removed meanwhile. Close
-        the iterator when it is not read to its end."""
-        for key in self._keys:
-            yield from self._groups[key].in_turn(self._max_step_tokens)
+    @property
+    def groups(self) -> SequenceOf[GroupKey]:
+        """Returns the groups that have sequences, in the order in which the step tries them."""
+        return self._keys
+
+    def in_turn(self, key: GroupKey) -> Generator[Sequence, None, None]:
+        """Yields the sequences of a group in the order in which the step tries them; none may be added or removed
+        meanwhile. Close the iterator when it is not read to its end."""
+        return self._groups[key].in_turn(self._max_step_tokens)
 
     def first_by_rank(self, count: int) -> list[Sequence]:
         """Returns the first `count` sequences by priority and age alone."""
@@ -105,7 +129,7 @@ class PrefillQueue:
         for sequence, end in chunks:
             charges[sequence.tenant] += end - sequence.num_computed
             place = self._places.get(sequence)
-            if place is not None and not place[1] and end == sequence.num_tokens:
+            if place is not None and place.kind != PromptKind.WAITING and end == sequence.num_tokens:
                 num_ended[sequence.tenant] += 1
         for tenant, num_tokens in charges.items():
             self._shares.charge(tenant, num_tokens)
@@ -118,7 +142,7 @@ class PrefillQueue:
 
     def check_invariants(self) -> None:
         """Asserts that the queue is consistent; for tests."""
-        ready = Counter(one.tenant for one, (_, is_waiting) in self._places.items() if not is_waiting)
+        ready = Counter(one.tenant for one, key in self._places.items() if key.kind != PromptKind.WAITING)
         assert ready == +self._num_ready, "ready sequences are counted wrongly"
         assert self._keys == sorted(self._groups), "the groups are out of order"
         members = [sequence for group in self._groups.values() for sequence in group.members()]
@@ -135,14 +159,14 @@ class PrefillQueue:
         elif change > 0 and self._num_ready[tenant] == 1:
             self._shares.begin_waiting(tenant)
 
-    def _drop_empty(self, key: _GroupKey | None) -> None:
+    def _drop_empty(self, key: GroupKey | None) -> None:
         if key is not None and not self._groups[key]:
             del self._groups[key]
             del self._keys[bisect_left(self._keys, key)]
 
 
 class _Group:
-    """Holds the sequences of one priority that are equally ready."""
+    """Holds the sequences of one priority and kind."""
 
     def __init__(self, shares: FairShare) -> None:
         self._shares = shares
@@ -226,8 +250,9 @@ class FairShare:
     computed token is counted for its tenant, and among prompts of equal rank the tenant with the smallest count goes
     first. A tenant that does not wait accumulates no credit: when it comes back, its count is raised to the floor,
     which is the least count of the tenants that wait. The count of a tenant that gets all that it asks for is raised in
-    the same way, step by step. While two tenants both have more to compute than they get, the amounts that they got
-    differ by little more than a step's tokens, and every tenant that waits is served again and again.
+    the same way, step by step. While two tenants both have more to compute of one kind of prompt than they get, the
+    amounts that they got differ by little more than a step's tokens, and every tenant that waits is served again and
+    again.
 
     Counts and floor only grow, and each call costs the logarithm of the number of tenants."""
 

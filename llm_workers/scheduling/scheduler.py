@@ -336,7 +336,7 @@ class Steps:
         assert not self._in_flight, "the last step was neither committed nor rolled back"
         assert not self._decoding, "the last step was neither committed nor rolled back"
         now_s = self._planned_at_s = self._clock.now()
-        draft, decodes = self._planner.draft(), None
+        draft, decodes = self._planner.draft(now_s), None
         # The rows are copied before `_settle`, which gives a row to a sequence that begins now.
         if draft.batch is not None and len(draft.batch):
             self._decoding, decodes = draft.batch.sequences.copy(), draft.batch.decodes()

@@ -17,8 +17,10 @@ This module knows nothing of steps.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
+from math import inf
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -57,14 +59,26 @@ class Standings:
         """Holds, for the sequences that lack a unit, the tokens from their doorstep on."""
         self._num_behind = self._num_behind_contexts = 0
         """Holds the sums over `_behind`."""
+        self.num_media_tokens = 0
+        """Counts those of these tokens that belong to prompts with media."""
+        self._priority_to_ready_tokens: Counter[int] = Counter()
+        """Counts, by priority, those that belong to prompts with media of which all are here."""
         self._stirred: dict[Sequence, None] = {}
         """Holds the sequences that were refreshed since doorsteps were last noted."""
         self.num_at_doorstep = 0
 
     @property
-    def has_text(self) -> bool:
-        """Returns whether a sequence whose prompt contains no media is alive."""
-        return self._roster.num_without_media > 0
+    def text_priority(self) -> float:
+        """Returns the most urgent priority of a sequence without media, and infinity if there is none."""
+        return min(self._roster.priority_to_texts, default=inf)
+
+    def num_ready_tokens(self, priority: int) -> int:
+        """Counts the open tokens of prompts of this priority with media, of which all are here."""
+        return self._priority_to_ready_tokens[priority]
+
+    def weight_at(self, context: int) -> float:
+        """Returns what a token after this context costs, in tokens without a context."""
+        return 1.0 + context / self._context_scale_tokens
 
     @property
     def backlog(self) -> Backlog:
@@ -132,7 +146,8 @@ class Standings:
     def check_invariants(self) -> None:
         """Asserts, between calls, that the state is consistent; for tests."""
         live = list(self._roster.sequences)
-        assert self._roster.num_without_media == sum(not one.has_media for one in live)
+        texts = Counter(one.priority for one in live if not one.has_media)
+        assert texts == self._roster.priority_to_texts, "sequences without media are counted wrongly"
         self.prefills.check_invariants()
         self.batch.check_invariants(live)
         for ranked, members in (
@@ -151,6 +166,12 @@ class Standings:
         assert sums == [self._num_tokens, self._num_token_contexts]
         sums = [sum(column) for column in zip(*self._behind.values(), strict=True)] or [0, 0]
         assert sums == [self._num_behind, self._num_behind_contexts]
+        media = [(one, each.num_tokens) for one, each in self._open.items() if one.has_media]
+        assert self.num_media_tokens == sum(num_tokens for _, num_tokens in media)
+        ready: Counter[int] = Counter()
+        for one, num_tokens in media:
+            ready[one.priority] += num_tokens * self._resources.references.is_complete(one.sequence_id)
+        assert +ready == self._priority_to_ready_tokens, "tokens of prompts with all their media are counted wrongly"
         assert self.num_at_doorstep == sum(one.is_at_doorstep for one in live)
 
     def _parts_of(self, sequence: Sequence) -> tuple[_Open | None, _Open | None]:
@@ -163,22 +184,31 @@ class Standings:
         return _Open.of(start, doorstep), _Open.of(doorstep, end)
 
     def _count(self, sequence: Sequence, opened: _Open | None, behind: _Open | None) -> None:
-        before = self._open.pop(sequence, None)
-        if before is not None:
-            self._num_tokens -= before.num_tokens
-            self._num_token_contexts -= before.num_token_contexts
+        opened_before, behind_before = self._open.pop(sequence, None), self._behind.pop(sequence, None)
+        if opened_before is not None:
+            self._num_tokens -= opened_before.num_tokens
+            self._num_token_contexts -= opened_before.num_token_contexts
+            self._count_media(sequence, -opened_before.num_tokens, is_ready=behind_before is None)
         if opened is not None:
             self._open[sequence] = opened
             self._num_tokens += opened.num_tokens
             self._num_token_contexts += opened.num_token_contexts
-        before = self._behind.pop(sequence, None)
-        if before is not None:
-            self._num_behind -= before.num_tokens
-            self._num_behind_contexts -= before.num_token_contexts
+            self._count_media(sequence, opened.num_tokens, is_ready=behind is None)
+        if behind_before is not None:
+            self._num_behind -= behind_before.num_tokens
+            self._num_behind_contexts -= behind_before.num_token_contexts
         if behind is not None:
             self._behind[sequence] = behind
             self._num_behind += behind.num_tokens
             self._num_behind_contexts += behind.num_token_contexts
+
+    def _count_media(self, sequence: Sequence, num_tokens: int, *, is_ready: bool) -> None:
+        if sequence.has_media:
+            self.num_media_tokens += num_tokens
+            if is_ready:
+                self._priority_to_ready_tokens[sequence.priority] += num_tokens
+                if not self._priority_to_ready_tokens[sequence.priority]:
+                    del self._priority_to_ready_tokens[sequence.priority]
 
 
 class Backlog(NamedTuple):
@@ -221,8 +251,8 @@ class Roster:
 
     def __init__(self) -> None:
         self._sequences: dict[SequenceId, Sequence] = {}
-        self.num_without_media = 0
-        """Counts the sequences whose prompts contain no media."""
+        self.priority_to_texts: Counter[int] = Counter()
+        """Counts, by priority, the sequences whose prompts contain no media; a priority without any has no entry."""
         self._attempts: dict[AttemptId, list[Sequence]] = {}
         self._led: dict[AttemptId, list[Sequence]] = {}
         """Holds the attempts of several choices whose prompt no choice has computed yet; the first sequence is the
@@ -269,7 +299,8 @@ class Roster:
             self._held.update(one.sequence_id for one in sequences[1:])
         for sequence in sequences:
             self._sequences[sequence.sequence_id] = sequence
-        self.num_without_media += sum(not sequence.has_media for sequence in sequences)
+            if not sequence.has_media:
+                self.priority_to_texts[sequence.priority] += 1
 
     def take_released(self) -> list[Sequence]:
         """Returns, each once, the siblings that lead now because the former leader has left: they have to claim what
@@ -290,7 +321,10 @@ class Roster:
         """Removes the sequence. If it led its siblings, the next one becomes the leader."""
         attempt_id = sequence.sequence_id.attempt_id
         del self._sequences[sequence.sequence_id]
-        self.num_without_media -= not sequence.has_media
+        if not sequence.has_media:
+            self.priority_to_texts[sequence.priority] -= 1
+            if not self.priority_to_texts[sequence.priority]:
+                del self.priority_to_texts[sequence.priority]
         self._held.discard(sequence.sequence_id)
         was_leading = attempt_id in self._led and self._led[attempt_id][0] is sequence
         for groups in (self._attempts, self._led):

@@ -3,6 +3,8 @@
     decodes    one token for each decoding sequence, by rank, so that none waits for a long prompt
     prefills   prompt tokens up to the doorstep, as far as the budget goes, in the order of `PrefillQueue`; a sequence
                that does not fit is passed over, but only a limited number of those that would begin
+    media      among the prefills, prompts with media while a request without media is here, or was a moment ago: they
+               compute what texts leave of a limit, and at least an eighth of what they could compute (`TextPrefills`)
     drafts     guessed tokens, with the rest of the budget and of the free blocks, so that a guess takes no sequence's
                place; a sequence with a grammar has none, because the mask at each guess would have to be rolled back
 
@@ -17,7 +19,10 @@ lookup. This module knows nothing of results, and looks at the values of tokens 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import deque
 from contextlib import closing
+from math import ceil, inf
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +37,13 @@ from llm_workers.worker_config import WorkerConfig
 MAX_PASSED_OVER = 8
 """A step looks at no more than this many sequences that can't begin for lack of blocks before it stops searching for a
 smaller one."""
+MEDIA_SPREAD_STEPS = 8
+"""Divides the tokens that all prompts with media could compute: they compute at least this part in a step, however long
+it takes. So a worker that gets more of them than the limit allows still computes them as fast as they come."""
+TEXT_MEMORY_S = 2.0
+"""Prompts with media are limited for this long after the last text has left."""
+NUM_TEXT_STEPS = 64
+"""What texts usually compute is seen from this many steps."""
 _QUICK_VICTIMS = 8
 """This many sequences of the lowest ranks are checked one by one before the blocks of all lower ranks are counted."""
 
@@ -43,14 +55,18 @@ class StepPlanner:
         self._config = config
         self._resources = resources
         self._standings = standings
+        self._texts = TextPrefills()
 
-    def draft(self) -> StepDraft:
-        """Chooses the next step. Takes and frees blocks; changes no sequence's computed tokens except by preemption and
-        by hits. The caller has to refresh the standings of the sequences in `preempted` and in `covered_anew`."""
+    def draft(self, now_s: float) -> StepDraft:
+        """Chooses the next step, which begins at `now_s`. Takes and frees blocks; changes no sequence's computed tokens
+        except by preemption and by hits. The caller has to refresh the standings of the sequences in `preempted` and in
+        `covered_anew`."""
         draft = StepDraft(self._config.max_step_tokens, self._config.max_sequences)
         self._standings.prefills.begin_step()
         self._plan_decodes(draft)
+        self._limit_media(draft, now_s)
         self._plan_prefills(draft)
+        self._texts.note(draft.num_text_tokens)
         self._standings.prefills.end_step(draft.chunks.values(), draft.batch.tenant_to_num if draft.batch else {})
         self._plan_drafts(draft)
         return draft
@@ -86,17 +102,22 @@ class StepPlanner:
         begun, which need no decision to begin. If nothing at all can be computed, it goes by rank: the first in rank
         can compute, if any can."""
         num_passed_over = 0
-        with closing(self._standings.prefills.in_turn()) as in_turn:
-            for sequence in in_turn:
-                if draft.is_full:
-                    return
-                if sequence.sequence_id in draft.preempted:
-                    continue
-                num_passed_over += not self._try(draft, sequence) and not sequence.is_started
-                if num_passed_over >= MAX_PASSED_OVER:
-                    break
-            else:
-                return
+        for key in self._standings.prefills.groups:
+            with closing(self._standings.prefills.in_turn(key)) as in_turn:
+                for sequence in in_turn:
+                    if draft.is_full:
+                        return
+                    if sequence.sequence_id in draft.preempted:
+                        continue
+                    if self._room(draft, sequence) <= 0:
+                        break  # The rest of this group has no room either; the next group may have some.
+                    num_passed_over += not self._try(draft, sequence) and not sequence.is_started
+                    if num_passed_over >= MAX_PASSED_OVER:
+                        break
+            if num_passed_over >= MAX_PASSED_OVER:
+                break
+        else:
+            return
         for sequence in tuple(self._standings.holders):
             is_tried = sequence.sequence_id in draft.chunks or sequence.sequence_id in draft.preempted
             if not is_tried and not draft.is_full and sequence in self._standings.prefills:
@@ -104,6 +125,15 @@ class StepPlanner:
         for sequence in () if draft.num_sequences else self._standings.prefills.first_by_rank(MAX_PASSED_OVER):
             if not draft.num_sequences:
                 self._try(draft, sequence)
+
+    def _limit_media(self, draft: StepDraft, now_s: float) -> None:
+        """Sets what the prompts with media may compute in this step beside texts."""
+        draft.text_priority = self._texts.priority(self._standings.text_priority, now_s)
+        draft.least_media = max(1, self._standings.num_media_tokens // MEDIA_SPREAD_STEPS)
+        limit = self._config.media_chunk_tokens
+        most = self._texts.usual_most if limit is None else limit
+        if most:
+            draft.media_room = max(most, draft.least_media)
 
     def _plan_drafts(self, draft: StepDraft) -> None:
         wanted, resources = self._config.speculation, self._resources
@@ -168,14 +198,24 @@ class StepPlanner:
             return False
         self._resources.grow(sequence, end)
         self._standings.batch.take_blocks((sequence,))
+        if not sequence.is_decoding:
+            weight = self._standings.weight_at(sequence.num_computed)
+            draft.note_prompt(end - sequence.num_computed, weight, has_media=sequence.has_media)
         draft.take(sequence, end)
         return True
 
     def _room(self, draft: StepDraft, sequence: Sequence) -> int:
-        """Returns how many tokens the sequence may compute in this step."""
-        limit = self._config.media_chunk_tokens
-        is_limited = bool(limit) and sequence.has_media and self._standings.has_text
-        return min(draft.num_tokens_left, limit) if is_limited else draft.num_tokens_left
+        """Returns how many tokens the sequence may compute in this step. A prompt without media leaves `least_media` to
+        prompts of its priority that have all their media, but no more than half of a step's budget."""
+        if sequence.is_decoding:
+            return draft.num_tokens_left
+        if not sequence.has_media:
+            most = self._config.max_step_tokens // 2 - draft.num_media_tokens
+            kept = min(draft.least_media, most, self._standings.num_ready_tokens(sequence.priority))
+            return draft.num_tokens_left - max(0, int(kept))
+        if draft.media_room == inf or sequence.priority < draft.text_priority:
+            return draft.num_tokens_left
+        return min(draft.num_tokens_left, ceil(draft.media_room / self._standings.weight_at(sequence.num_computed)))
 
     def _make_room(self, draft: StepDraft, sequence: Sequence, end: int) -> None:
         """Preempts sequences of lower rank, the last one first, until tokens up to `end` have blocks. Preempts none if
@@ -215,6 +255,16 @@ class StepDraft:
     def __init__(self, max_tokens: int, max_sequences: int) -> None:
         self.num_tokens_left = max_tokens
         self._num_places = max_sequences
+        self.text_priority = inf
+        """Holds the most urgent priority of texts that are here or were a moment ago."""
+        self.media_room = inf
+        """Holds how many weighted tokens prompts with media may still compute in this step beside texts."""
+        self.least_media = 0
+        """Holds how many tokens the others leave to prompts with media."""
+        self.num_media_tokens = 0
+        """Counts the tokens of prompts with media in this step."""
+        self.num_text_tokens = 0.0
+        """Counts the weighted tokens of prompts without media."""
         self.chunks: dict[SequenceId, tuple[Sequence, int]] = {}
         """Maps the sequence's id to the sequence and the end of its chunk."""
         self.batch: DecodeBatch | None = None
@@ -253,6 +303,16 @@ class StepDraft:
         assert self.num_tokens_left >= 0
         self.chunks[sequence.sequence_id] = (sequence, end)
 
+    def note_prompt(self, num_tokens: int, weight: float, *, has_media: bool) -> None:
+        """Notes that a prompt computes this many tokens of this weight, which prompts with media then can't compute in
+        this step, even if the sequence is preempted. A prompt without media leaves them `least_media`."""
+        least = 0.0 if has_media else min(self.media_room, self.least_media)
+        self.media_room = max(least, self.media_room - num_tokens * weight)
+        if has_media:
+            self.num_media_tokens += num_tokens
+        else:
+            self.num_text_tokens += num_tokens * weight
+
     def guess(self, sequence: Sequence, drafts: npt.NDArray[np.int64]) -> None:
         self.num_tokens_left -= len(drafts)
         assert self.num_tokens_left >= 0
@@ -280,6 +340,46 @@ class StepDraft:
     def is_hopeless(self, sequence: Sequence, num_blocks: int) -> bool:
         """Returns whether it is known that the sequence can't have this many blocks."""
         return self._most is not None and sequence.rank >= self._most[0] and num_blocks > self._most[1]
+
+
+# ---------------------------------------------------------------- how much texts compute in a step
+
+
+class TextPrefills:
+    """Remembers how many weighted tokens of prompts without media the latest steps computed, among those that computed
+    any.
+
+    A text waits for the step in which it arrives and for the step that computes it, so what it meets of other prompts
+    decides its time to first token. If prompts with media add to a step at most what makes it as long as nine in ten
+    steps of texts alone, they delay a text hardly more than other texts do: where texts are short, prompts with media
+    take short chunks, and where texts are long, they lose little. The rule needs no measured times."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque()
+        self._ordered: list[float] = []
+        self._priority = inf
+        self._seen_s = -inf
+
+    def priority(self, most_urgent: float, now_s: float) -> float:
+        """Takes the most urgent priority of the texts that are here, or infinity if there is none. Returns it, or the
+        last one if it was not long ago, because the next text may come while a step runs that has begun without it."""
+        if most_urgent < inf:
+            self._priority, self._seen_s = most_urgent, now_s
+        return self._priority if now_s - self._seen_s <= TEXT_MEMORY_S else inf
+
+    @property
+    def usual_most(self) -> float:
+        """Returns the number of tokens that nine in ten of these steps do not exceed, or 0 before the first one."""
+        return self._ordered[len(self._ordered) * 9 // 10] if self._ordered else 0.0
+
+    def note(self, num_tokens: float) -> None:
+        """Notes a step that computed this many tokens; 0 is not remembered."""
+        if not num_tokens:
+            return
+        self._latest.append(num_tokens)
+        insort(self._ordered, num_tokens)
+        if len(self._latest) > NUM_TEXT_STEPS:
+            del self._ordered[bisect_left(self._ordered, self._latest.popleft())]
 
 
 # ---------------------------------------------------------------- guesses by prompt lookup

@@ -4,7 +4,7 @@ the queue that decides whose prompt is next always gives the order that a full s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -28,6 +28,7 @@ class Prompt:
     age: int
     priority: int = 0
     num_computed: int = 0
+    has_media: bool = False
 
     @property
     def claims_from(self) -> int:
@@ -36,6 +37,12 @@ class Prompt:
     @property
     def rank(self) -> tuple[int, int]:
         return (self.priority, self.age)
+
+
+def in_turn(queue: PrefillQueue) -> Generator[Prompt, None, None]:
+    """Yields the prompts of all groups in order."""
+    for key in queue.groups:
+        yield from queue.in_turn(key)
 
 
 class Server:
@@ -52,8 +59,8 @@ class Server:
         """Runs a step and returns the tokens that each tenant got."""
         self.queue.begin_step()
         budget, chunks = STEP_TOKENS, []
-        with closing(self.queue.in_turn()) as in_turn:
-            for prompt in in_turn:
+        with closing(in_turn(self.queue)) as prompts:
+            for prompt in prompts:
                 num_tokens = min(budget, prompt.num_tokens - prompt.num_computed)
                 chunks.append((prompt, prompt.num_computed + num_tokens))
                 budget -= num_tokens
@@ -70,7 +77,7 @@ class Server:
         return given_tokens
 
     def waiting(self) -> set[str]:
-        return {prompt.tenant for prompt in self.queue.in_turn()}
+        return {prompt.tenant for prompt in in_turn(self.queue)}
 
 
 arrivals = st.lists(
@@ -132,7 +139,7 @@ def test_so_does_one_that_asks_again_before_it_got_what_it_asked_for() -> None:
     for _ in range(10):
         queue.put(prompt, True)
         queue.begin_step()
-        first, second = itertools.islice(queue.in_turn(), 2)
+        first, second = itertools.islice(in_turn(queue), 2)
         assert {first.tenant, second.tenant} == {"a", "b"}
         a = first if first.tenant == "a" else second
         queue.end_step([(prompt, 1), (a, a.num_computed + STEP_TOKENS)], {})
@@ -154,7 +161,7 @@ def test_a_tenant_is_charged_for_what_it_decodes() -> None:
     queue.begin_step()
     queue.end_step([], {"a": 5})
     queue.begin_step()
-    assert [prompt.tenant for prompt in queue.in_turn()] == ["b", "a"]
+    assert [prompt.tenant for prompt in in_turn(queue)] == ["b", "a"]
     assert queue._shares.served("a") - queue._shares.served("b") == 5
 
 
@@ -230,8 +237,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 4))
     def step(self, count: int) -> None:
         self.queue.begin_step()
-        with closing(self.queue.in_turn()) as in_turn:
-            chosen = list(itertools.islice(in_turn, count))
+        with closing(in_turn(self.queue)) as prompts:
+            chosen = list(itertools.islice(prompts, count))
         chunks = [(prompt, min(prompt.num_tokens, prompt.num_computed + STEP_TOKENS)) for prompt in chosen]
         self.queue.end_step(chunks, {})
         for prompt, end in chunks:
@@ -243,7 +250,7 @@ class QueueMachine(RuleBasedStateMachine):
     @invariant()
     def order_is_as_sorted(self) -> None:
         self.queue.check_invariants()
-        shown = list(self.queue.in_turn())
+        shown = list(in_turn(self.queue))
         assert set(shown) == self.is_ready.keys()
         assert len(shown) == len(self.is_ready)
         groups = [(prompt.priority, not self.is_ready[prompt]) for prompt in shown]

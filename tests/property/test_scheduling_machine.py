@@ -25,7 +25,7 @@ def tiny(
     is_cached: bool,
     num_drafts: int,
     is_overlap_enabled: bool = True,
-    media_chunk_tokens: int = 0,
+    media_chunk_tokens: int | None = None,
 ) -> WorkerConfig:
     """Returns a config whose budgets are so small that few sequences fit at once, and whose pools are so small that
     sequences preempt each other."""
@@ -51,7 +51,7 @@ configs = st.builds(
     st.sampled_from((True, True, True, False)),
     st.sampled_from((0, 0, 1, 4)),
     st.sampled_from((True, True, False)),
-    st.sampled_from((0, 0, 1, 3)),
+    st.sampled_from((None, None, 0, 1, 3)),
 )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from math import inf
 
 import numpy as np
 
@@ -94,10 +95,10 @@ class Bench:
     """A `Bench` is a scheduler with its clock; `step` plans, answers every draw with `token` and commits, and the
     methods check the invariants."""
 
-    def __init__(self, **config: object) -> None:
+    def __init__(self, context_scale_tokens: float = inf, **config: object) -> None:
         self.clock = ManualClock()
         self.config = WorkerConfig(**config)
-        self.scheduler = Scheduler(self.config, MAX_MODEL_LEN, self.clock)
+        self.scheduler = Scheduler(self.config, MAX_MODEL_LEN, self.clock, context_scale_tokens)
 
     def add(self, prompt: GenerateRequest, *, landed: bool = False, delta: int = 0) -> AdmittedSequences:
         admission = self.scheduler.add(self.scheduler.prepare(prompt, positions(prompt, delta)))

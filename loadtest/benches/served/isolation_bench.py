@@ -40,8 +40,6 @@ MEDIA_SHARE = 0.2
 """This is the number of requests with media that come on top of each text."""
 STAGES = TimedStages(pass_s=0.02, s_per_patch=0.0001, step_s=0.02, s_per_token=0.0001, s_per_decode=0.0005)
 """A picture takes 46 ms to encode and a video of 32 frames half a second; a step of decodes takes 20 ms."""
-MEDIA_CHUNK_TOKENS = 64
-"""Limits the tokens of a prompt with media in a step beside texts (`workers.media_chunk_tokens`)."""
 OUTPUT_TOKENS = 16
 REAL_SLOWER = 4.0
 """Real compute on a core is slower than the waits by about this factor, so requests come less often."""
@@ -56,8 +54,7 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--media-chunk",
         type=int,
-        default=MEDIA_CHUNK_TOKENS,
-        help="limits the tokens of a prompt with media in a step beside texts; 0 sets no limit",
+        help="sets workers.media_chunk_tokens; 0 sets no limit, and by default texts set it",
     )
     return parser.parse_args(arguments)
 
@@ -67,14 +64,15 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
     rate = chosen.per_second / (REAL_SLOWER if chosen.real else 1.0)
     model_dir = served_model(is_real=chosen.real)
     stages = None if chosen.real else STAGES
-    config = cluster_config(model_dir, stages, workers={"media_chunk_tokens": chosen.media_chunk})
+    workers = {} if chosen.media_chunk is None else {"media_chunk_tokens": chosen.media_chunk}
+    config = cluster_config(model_dir, stages, workers=workers)
     maker = ChatMaker(config.model.name or model_dir.name, model_dir)
     load = TextLoad(chosen.texts, rate, chosen.rounds, chosen.real)
     halves = on_ray(config, partial(measure_isolation, maker, load, is_pinned=True))
     result = isolation_result(halves, is_real=chosen.real)
     result.notes.append(
-        f"Stage times: {stages or 'real'}; at most {config.workers.max_step_tokens} tokens in a step, and "
-        f"{chosen.media_chunk} of a prompt with media beside texts (0: no limit)."
+        f"Stage times: {stages or 'real'}; at most {config.workers.max_step_tokens} tokens in a step; "
+        f"workers.media_chunk_tokens: {chosen.media_chunk}."
     )
     return result
 

@@ -160,9 +160,10 @@ def test_when_nothing_else_can_be_done_the_first_in_rank_is_tried() -> None:
     bench = Bench(block_size=4, num_blocks=20, max_step_tokens=79, max_sequences=4)
     bench.add(request("doorstep", 80, [("image", 79, 1)], age=1, cache_salt="a"), landed=True)
     for number in range(3 * MAX_PASSED_OVER):
-        bench.add(request(f"younger-{number}", 8, age=2 + number, cache_salt="b"))
+        media = [(f"other-{number}", 7, 1)]
+        bench.add(request(f"younger-{number}", 8, media, age=2 + number, cache_salt="b"), landed=True)
     assert bench.step() == {"doorstep": 79}
     bench.scheduler.evict_feature(unit("image"))
     assert bench.step() == {}
-    bench.add(request("oldest", 60, age=0, cache_salt="a"))
+    bench.add(request("oldest", 60, [("last", 59, 1)], age=0, cache_salt="a"), landed=True)
     assert bench.step() == {"oldest": 60}

@@ -6,6 +6,7 @@ import pytest
 from scheduling_cases import Bench, attempt_id, request, sequence_id, unit
 
 from fabric.contracts import ContextLengthExceeded
+from llm_workers.scheduling.step_planner import NUM_TEXT_STEPS, TEXT_MEMORY_S, TextPrefills
 
 
 def test_decodes_never_wait_for_a_long_prompt() -> None:
@@ -42,21 +43,90 @@ def test_at_its_doorstep_a_sequence_costs_nothing_until_the_unit_lands() -> None
     assert bench.release_unneeded() == [unit("one"), unit("two")]
 
 
-def test_a_prompt_with_media_takes_short_chunks_beside_a_text() -> None:
-    bench = Bench(max_step_tokens=32, media_chunk_tokens=8)
-    bench.add(request("media", 100, [("image", 10, 5)], age=0), landed=True)
+def test_beside_a_text_prompts_with_media_compute_no_more_than_texts_do() -> None:
+    bench = Bench(max_step_tokens=32)
+    bench.add(request("media", 200, [("image", 10, 5)], age=0), landed=True)
     assert bench.step() == {"media": 32}
-    bench.add(request("text", 30, age=1, max_tokens=2))
-    assert bench.step() == {"media": 8, "text": 24}
-    assert bench.step() == {"media": 8, "text": 6}
-    assert bench.step() == {"media": 8, "text": 1}
+    bench.add(request("text", 16, age=1, max_tokens=4))
+    assert bench.step() == {"text": 16, "media": 16}
+    assert bench.step() == {"text": 1, "media": 19}
+    bench.add(request("other", 12, age=2, max_tokens=1))
+    assert bench.step() == {"text": 1, "other": 12, "media": 16}
+    assert bench.step() == {"text": 1, "media": 16}
+    bench.clock.advance(TEXT_MEMORY_S)
+    assert bench.step() == {"media": 16}
+    bench.clock.advance(0.1)
     assert bench.step() == {"media": 32}
-    bench.add(request("other", 40, [("second", 10, 5)], age=2), landed=True)
-    assert bench.step() == {"media": 12, "other": 20}
+
+
+def test_of_the_steps_with_texts_nine_in_ten_do_not_exceed_the_limit() -> None:
+    prefills = TextPrefills()
+    assert prefills.usual_most == 0.0
+    for num_tokens in (5.0, 0.0, 7.0):
+        prefills.note(num_tokens)
+    assert prefills.usual_most == 7.0
+    for num_tokens in range(1, NUM_TEXT_STEPS + 1):
+        prefills.note(float(num_tokens))
+    assert sum(num_tokens < prefills.usual_most for num_tokens in range(1, NUM_TEXT_STEPS + 1)) == 57
+
+
+def test_the_limit_of_prompts_with_media_can_be_set() -> None:
+    bench = Bench(max_step_tokens=64, media_chunk_tokens=8)
+    bench.add(request("media", 60, [("image", 10, 5)], age=0), landed=True)
+    bench.add(request("text", 3, age=1))
+    assert bench.step() == {"text": 3, "media": 7}
+    assert bench.step() == {"text": 1, "media": 8}
+    bench.add(request("second", 30, [("picture", 10, 5)], age=2), landed=True)
+    assert bench.step() == {"text": 1, "media": 9}
+    bench = Bench(max_step_tokens=64, media_chunk_tokens=0)
+    bench.add(request("text", 4, age=1))
+    bench.step()
+    bench.add(request("media", 60, [("image", 10, 5)], age=0), landed=True)
+    assert bench.step() == {"text": 1, "media": 60}
+
+
+def test_many_prompts_with_media_compute_an_eighth_of_what_is_open() -> None:
+    bench = Bench(max_step_tokens=300, num_blocks=200)
+    bench.add(request("text", 8, age=0))
+    assert bench.step() == {"text": 8}
+    for number in range(8):
+        bench.add(request(f"media-{number}", 100, [(f"image-{number}", 10, 5)], age=1 + number), landed=True)
+    assert bench.step() == {"text": 1, "media-0": 100}
+    assert bench.step() == {"text": 1, "media-0": 1, "media-1": 87}
+
+
+def test_a_token_after_a_long_context_counts_for_more() -> None:
+    bench = Bench(context_scale_tokens=16.0, max_step_tokens=32, media_chunk_tokens=8)
+    bench.add(request("media", 48, [("image", 1, 5)], age=0), landed=True)
+    assert bench.step() == {"media": 32}
+    bench.add(request("text", 1, age=1))
+    assert bench.step() == {"text": 1, "media": 3}
+
+
+def test_texts_of_less_urgent_priority_do_not_limit_prompts_with_media() -> None:
+    bench = Bench(max_step_tokens=32, media_chunk_tokens=10)
+    bench.add(request("media", 120, [("image", 10, 5)], age=1), landed=True)
+    bench.add(request("batch", 60, age=0, priority=5))
+    assert bench.step() == {"media": 32}
+    bench.add(request("text", 2, age=2))
+    assert bench.step() == {"text": 2, "media": 11, "batch": 19}
+
+
+def test_a_crowd_of_texts_leaves_prompts_with_media_an_eighth_of_what_they_need() -> None:
+    """It leaves them no more than half of a step, and none to those of less urgent priority."""
+    bench = Bench(max_step_tokens=32, num_blocks=200)
+    for number in range(8):
+        bench.add(request(f"text-{number}", 100, age=number))
+    bench.add(request("batch", 40, [("other", 10, 5)], age=8, priority=1), landed=True)
+    assert bench.step() == {"text-0": 32}
+    bench.add(request("media", 40, [("image", 10, 5)], age=9), landed=True)
+    assert bench.step() == {"text-0": 22, "media": 10}
+    bench.add(request("large", 200, [("film", 10, 5)], age=10), landed=True)
+    assert bench.step() == {"text-0": 16, "media": 16}
 
 
 def test_without_overlap_a_sequence_begins_when_all_its_media_are_here() -> None:
-    bench = Bench(is_overlap_enabled=False, max_step_tokens=30)
+    bench = Bench(is_overlap_enabled=False, max_step_tokens=30, media_chunk_tokens=0)
     bench.add(request("a", 40, [("one", 10, 5), ("two", 20, 5)], age=0))
     bench.add(request("text", 8, age=1))
     assert bench.step() == {"text": 8}
