@@ -1,10 +1,11 @@
-"""Tests the arithmetic of the bars of `weft bench prediction` and `isolation`."""
+"""Tests the arithmetic of the bars of `weft bench prediction`, `isolation` and `overlap`."""
 
 from __future__ import annotations
 
 import pytest
 
 from loadtest.benches.served.isolation_bench import TextLoad, percentile_ms
+from loadtest.benches.served.overlap_bench import EVEN_STAGES, VIDEO, OverlapCase, OverlapFinding
 from loadtest.benches.served.prediction_bench import (
     PredictionErrors,
     PredictionRound,
@@ -13,7 +14,8 @@ from loadtest.benches.served.prediction_bench import (
     stage_sums,
     worst_stages,
 )
-from loadtest.benches.served.timed_cluster import AloneCosts, TimedStages
+from loadtest.benches.served.timed_chats import ChatKind, TimedChat
+from loadtest.benches.served.timed_cluster import AloneCosts, MediaCosts, TimedStages
 
 
 class TestPredictionErrors:
@@ -72,3 +74,38 @@ class TestFrozenCosts:
         assert costs.prefill_s(100) == pytest.approx(0.105)
         assert costs.prefill_s(100, 500) == pytest.approx(0.155)
         assert costs.num_tokens_of(0.105) in (99, 100)
+
+
+class TestWhatOverlapCanSave:
+    """A video of two units, each of which takes 1 s to encode and 0.5 s to prefill, is encoded from 0.25 s on."""
+
+    KIND = ChatKind(VIDEO, num_frames=4)
+
+    def finding(self, on_s: float, off_s: float) -> OverlapFinding:
+        finding = OverlapFinding(OverlapCase(EVEN_STAGES, (self.KIND,), False))
+        finding.costs = AloneCosts(0.0, 0.005, float("inf"), {VIDEO: MediaCosts(0.25, 1.0, 0.0, 2)})
+        finding.with_overlap, finding.without_overlap = [self.chat(on_s)], [self.chat(off_s)]
+        return finding
+
+    def chat(self, ttft_s: float) -> TimedChat:
+        events = [{"name": "first_token", "at_s": 7.0 + ttft_s, "member_id": "w"}]
+        trace = {"num_prompt_tokens": 210, "media": [{"num_tokens": 200}], "events": events}
+        return TimedChat(self.KIND, 7.0, {}, trace)
+
+    def test_it_is_all_that_the_time_without_it_is_longer_than_the_bound(self) -> None:
+        finding = self.finding(on_s=3.0, off_s=5.5)
+        assert finding.bound_s(VIDEO) == pytest.approx(2.75)
+        assert finding.possible(VIDEO) == pytest.approx(0.5)
+        assert finding.saved(VIDEO) == pytest.approx(2.5 / 5.5)
+        assert finding.efficiencies() == [pytest.approx(2.75 / 3.0)]
+
+    def test_a_request_at_its_bound_saves_exactly_that_whatever_the_time_without_overlap_contains(self) -> None:
+        for off_s in (3.3, 4.0, 9.0):
+            finding = self.finding(on_s=2.75, off_s=off_s)
+            assert finding.saved(VIDEO) == pytest.approx(finding.possible(VIDEO))
+
+    def test_a_bound_that_a_request_beats_is_shown(self) -> None:
+        assert self.finding(on_s=2.5, off_s=4.0).efficiencies() == [pytest.approx(1.1)]
+
+    def test_the_formula_for_equal_units_stands_next_to_it(self) -> None:
+        assert self.finding(on_s=3.0, off_s=4.0).possible_by_formula(VIDEO) == pytest.approx(0.5 * 1.0 / 3.05, abs=1e-3)
