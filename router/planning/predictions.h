@@ -5,11 +5,6 @@
 #include <math.h>
 #include <stdint.h>
 
-#pragma STDC FP_CONTRACT OFF
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC optimize("fp-contract=off") /* A fused operation rounds differently and can move a floor. */
-#endif
-
 typedef struct {
   int64_t num; /* slots */
   const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *is_reported, *queued_tokens,

@@ -8,6 +8,12 @@
 
    The caller owns all memory. Nothing is kept between two calls. */
 
+#pragma STDC FP_CONTRACT OFF
+#if defined(__GNUC__) && !defined(__clang__)
+/* A fused operation rounds differently than Python does: it can move a floor, and decide between equal members. */
+#pragma GCC optimize("fp-contract=off")
+#endif
+
 #include "landings.h"
 #include "predictions.h"
 
