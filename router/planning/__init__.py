@@ -18,7 +18,7 @@ The folder knows nothing of HTTP, of the contents of requests, or of the calls t
 
 from router.planning.capacity_queue import CapacityNeed, CapacityQueue, Standing, Supply, TenantShares, Waiter
 from router.planning.cluster_state import ClusterState, PlannerSettings
-from router.planning.cost_learning import EstimatorName, Learning
+from router.planning.cost_learning import Learning
 from router.planning.kv_room import BATCH_HEADROOM, ROOM_NOW, KvRoom, RoomNeed
 from router.planning.landing_search import LandingGoal, LandingProblem
 from router.planning.landings import improve, land_rows
@@ -34,7 +34,6 @@ __all__ = [
     "CapacityQueue",
     "ClusterState",
     "CostDefaults",
-    "EstimatorName",
     "KvRoom",
     "LandingGoal",
     "LandingProblem",

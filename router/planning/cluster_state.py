@@ -35,7 +35,7 @@ from fabric.contracts import (
 )
 from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
-from router.planning.cost_learning import EstimatorName, Learning, StageError
+from router.planning.cost_learning import Learning, StageError
 from router.planning.kv_room import KvRoom, RoomColumns, RoomNeed
 from router.planning.link_classes import LinkOverride, LinkPlace
 from router.planning.member_columns import ClusterColumns, EncoderColumns, Floats, LinkPatterns, WorkerColumns
@@ -70,9 +70,6 @@ class PlannerSettings:
     router goes on learning about workers that it would not choose, and popular prefixes spread."""
     links: tuple[LinkOverride, ...] = ()
     """These rules replace the classes of links that follow from where members run; the first that fits a pair wins."""
-    estimator: EstimatorName = "ageing"
-    """Chooses how costs are learned: `ageing` trusts old estimates less, and `average` is a plain exponential
-    average."""
     cost_defaults: CostDefaults = CostDefaults()  # noqa: RUF009 (a NamedTuple is immutable)
 
 
@@ -117,7 +114,7 @@ class ClusterState:
         self._kept = FeatureIndex(settings.max_index_items)
         """Records which workers keep features after prefill."""
         scale_tokens = context_scale_tokens(shape.hidden_size)
-        self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links, settings.estimator, saved)
+        self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links, saved)
         self._in_flight = InFlight(self._worker_columns, self._encoder_columns)
         self._rooms = RoomColumns(settings.stale_after_s)
         self._member_to_asked_s: dict[MemberId, float] = {}

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import exp, exp2, inf, log
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,11 +36,9 @@ from router.planning.member_costs import (
     GENERAL,
     STAGES,
     ZERO,
-    AgeingCost,
     CostDefaults,
-    CostEstimator,
     EncoderCost,
-    ExponentialAverage,
+    LearnedLine,
 )
 from router.planning.member_state import EncoderState, WorkerState
 from router.planning.plan_types import ItemTerms, Line, RoutePlan
@@ -49,12 +47,10 @@ from router.planning.saved_costs import CostKey, SavedCosts, SeenLine
 WORKER_STAGES = ("prefill", "delivery")
 """Names the stages of a worker, in the order of `BelievedCosts.workers`: its prefill, whose base is the overhead of a
 step, and the time that a request takes to the worker together with its first token's way back."""
-EstimatorName = Literal["ageing", "average"]
 _FETCH = CostKey("router", "", GENERAL, "fetch")
-REFRESH_CHANGED_S = 0.05
-"""Believed costs may be this old after a cost has changed."""
-REFRESH_S = 0.25
-"""Believed costs may be this old. A refresh takes about a millisecond for a thousand workers."""
+REFRESH_S = 0.05
+"""Believed costs may be this old after a cost has changed. A refresh takes about half a millisecond for a thousand
+workers."""
 
 
 class BelievedCosts(NamedTuple):
@@ -82,7 +78,6 @@ class Learning:
         defaults: CostDefaults,
         context_scale_tokens: float,
         links: Sequence[LinkOverride] = (),
-        estimator: EstimatorName = "ageing",
         saved: SavedCosts | None = None,
     ) -> None:
         self.accuracy = Accuracy()
@@ -92,16 +87,15 @@ class Learning:
         """It grows with each change of a cost and of the members."""
         self._defaults = defaults
         self._saved = saved or SavedCosts()
-        self._make = AgeingCost if estimator == "ageing" else ExponentialAverage
-        self._workers = CostColumns(len(WORKER_STAGES), estimator == "ageing")
-        self._encoders = CostColumns(len(STAGES), estimator == "ageing")
+        self._workers = CostColumns(len(WORKER_STAGES))
+        self._encoders = CostColumns(len(STAGES))
         self._modality_to_row = {GENERAL: 0}
         self._member_to_row: dict[MemberId, int] = {}
         self._member_to_place: dict[MemberId, LinkPlace] = {}
         self._agent_to_member: dict[str, MemberId] = {}
         self._links = {link: LinkCost(self._saved.link(link) or defaults.link(link)) for link in LinkClass}
-        fetch = self._saved.estimate(_FETCH)
-        self._fetch = self._make(*(fetch or (ZERO, 0.0)))
+        fetch = self._saved.start(_FETCH)
+        self._fetch = LearnedLine(*(fetch or (ZERO, 0.0)))
         self._believed: BelievedCosts | None = None
         self._believed_at_s = 0.0
         self._believed_version = -1
@@ -120,7 +114,7 @@ class Learning:
     def new_encoder(self, member: Member) -> EncoderState:
         row = self._add(member, self._encoders)
 
-        def make(modality: str, stage: str, start: Line) -> CostEstimator:
+        def make(modality: str, stage: str, start: Line) -> LearnedLine:
             column = len(STAGES) * self.modality_row(modality) + STAGES.index(stage)
             return self._new_cost(member, self._encoders, row, column, modality, stage, start)
 
@@ -165,30 +159,30 @@ class Learning:
 
     def _new_cost(
         self, member: Member, columns: CostColumns, row: int, column: int, modality: str, stage: str, start: Line
-    ) -> CostEstimator:
-        saved = self._saved.estimate(CostKey(member.kind, member.place.hardware, modality, stage))
-        line, trust = saved or (start, 0.0)
-        cost = self._make(line, trust, partial(self._changed, columns, row, column))
+    ) -> LearnedLine:
+        saved = self._saved.start(CostKey(member.kind, member.place.hardware, modality, stage))
+        line, weight = saved or (start, 0.0)
+        cost = LearnedLine(line, weight, partial(self._changed, columns, row, column))
         self._changed(columns, row, column, cost)
         return cost
 
-    def _changed(self, columns: CostColumns, row: int, column: int, cost: CostEstimator) -> None:
+    def _changed(self, columns: CostColumns, row: int, column: int, cost: LearnedLine) -> None:
         columns.put(row, column, cost)
         self.version += 1
 
     # ------------------------------------------------------------ what is believed
 
     def refresh(self, now: float) -> bool:
-        """Computes `believed` again if a member came or went, or if the last computation is old: estimates lose trust
-        with time even if nothing was observed. Returns whether it did."""
-        max_age_s = REFRESH_S if self.version == self._believed_version else REFRESH_CHANGED_S
-        if self._believed is not None and now - self._believed_at_s < max_age_s:
+        """Computes `believed` again if a member came or went, or if a cost has changed and the last computation is
+        old. Returns whether it did."""
+        is_changed = self.version != self._believed_version
+        if self._believed is not None and not (is_changed and now - self._believed_at_s >= REFRESH_S):
             return False
         self._believed_version = self.version
-        encoders = self._encoders.believed(now).reshape(len(self._modality_to_row), 2 * len(STAGES), -1)
+        encoders = self._encoders.believed().reshape(len(self._modality_to_row), 2 * len(STAGES), -1)
         np.copyto(encoders, encoders[:1], where=np.isnan(encoders))
         links = np.array([self._links[link].line for link in LINK_CLASSES])
-        self._believed = BelievedCosts(self._workers.believed(now), encoders, links, self._fetch.line)
+        self._believed = BelievedCosts(self._workers.believed(), encoders, links, self._fetch.line)
         self._believed_at_s = now
         return True
 
@@ -209,14 +203,14 @@ class Learning:
             ("worker", self._workers, [(GENERAL, stage) for stage in WORKER_STAGES]),
             ("encoder", self._encoders, [(name, stage) for name in self._modality_to_row for stage in STAGES]),
         ):
-            for hardware, (lines, seen_at_s) in columns.common(now).items():
+            for hardware, (lines, seen_at_s) in columns.common().items():
                 for column, (modality, stage) in enumerate(stages):
                     if seen_at_s[column] > -np.inf:
                         line = Line(*lines[column].tolist())
                         seen = SeenLine(line, wall_s - (now - float(seen_at_s[column])))
                         costs[CostKey(kind, hardware, modality, stage)] = seen
-        if self._fetch.evidence.at_s is not None:
-            costs[_FETCH] = SeenLine(self._fetch.line, wall_s - (now - self._fetch.evidence.at_s))
+        if self._fetch.seen_at_s is not None:
+            costs[_FETCH] = SeenLine(self._fetch.line, wall_s - (now - self._fetch.seen_at_s))
         links = {
             link: SeenLine(cost.line, wall_s - (now - cost.seen_at_s))
             for link, cost in self._links.items()

@@ -19,27 +19,23 @@ import numpy as np
 
 from fabric.contracts import KV_HASH_BYTES, AttemptId, EncoderReport, KvScheme, Member, MemberId, MmHash, WorkerReport
 from router.planning.member_columns import EncoderColumns, Floats, WorkerColumns
-from router.planning.member_costs import CostEstimator, EncoderCost
+from router.planning.member_costs import EncoderCost, LearnedLine
 from router.planning.plan_types import Line
 
 # ------------------------------------------------------------ one member
 
 
 class WorkerState:
-    def __init__(self, member: Member, prefill: CostEstimator, delivery: CostEstimator) -> None:
+    def __init__(self, member: Member, prefill: LearnedLine, delivery: LearnedLine) -> None:
         self.member = member
         self.freshness = Freshness()
         self.prefill = prefill
         self.delivery = delivery
         """Costs the request's way to the worker together with the first token's way to the router."""
-        self._num_steps = 0
 
     def take(self, report: WorkerReport, now: float) -> None:
         """Learns from the costs that the worker reports."""
-        num_steps = report.engine.steps
-        line = Line(report.step_overhead_s, report.prefill_s_per_token)
-        self.prefill.anchor(line, now, is_fresh=num_steps != self._num_steps)
-        self._num_steps = num_steps
+        self.prefill.anchor(Line(report.step_overhead_s, report.prefill_s_per_token), now)
 
 
 class EncoderState:

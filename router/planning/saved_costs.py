@@ -1,8 +1,8 @@
 """Says what a router keeps of its learned costs for the next run, and how a file holds it.
 
 `SavedCosts` holds a line for each kind of member, hardware, modality and stage, and for each link class, with the wall
-time of the last observation. A line that was saved long ago is trusted less, and none is trusted as much as an
-observation of this run. The file is JSON, so that an operator can read it. The module knows nothing of where the file
+time of the last observation. A line that was saved long ago weighs less, and none weighs as much as an observation of
+this run. The file is JSON, so that an operator can read it. The module knows nothing of where the file
 is, or of how costs are learned.
 """
 
@@ -16,15 +16,14 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from router.planning.link_classes import LinkClass
-from router.planning.member_costs import Estimate
 from router.planning.plan_types import Line
 
 FORMAT = "weft learned costs"
 VERSION = 1
-SAVED_TRUST = 0.5
-"""A line that was saved just now is trusted this much: the machine is the same, but what else runs on it may differ."""
+SAVED_WEIGHT = 0.5
+"""A line that was saved just now weighs this much: the machine is the same, but what else runs on it may differ."""
 SAVED_HALF_LIFE_S = 24 * 3600.0
-"""The trust in a saved line halves in this time."""
+"""The weight of a saved line halves in this time."""
 MAX_AGE_S = 30 * SAVED_HALF_LIFE_S
 """Lines that were not observed for this long are not saved again."""
 MAX_LINES = 4096
@@ -54,13 +53,14 @@ class SavedCosts:
     link_to_line: Mapping[LinkClass, SeenLine] = field(default_factory=dict)
     read_at_s: float = 0.0
 
-    def estimate(self, key: CostKey) -> Estimate | None:
-        """Returns the line with the trust that it deserves by its age, or None if there is none."""
+    def start(self, key: CostKey) -> tuple[Line, float] | None:
+        """Returns the line with its weight against lines of this run, which falls with its age, or None if there is
+        none."""
         seen = self.key_to_line.get(key)
         if seen is None:
             return None
         age_s = max(0.0, self.read_at_s - seen.seen_at_s)
-        return Estimate(seen.line, SAVED_TRUST * exp2(-age_s / SAVED_HALF_LIFE_S))
+        return seen.line, SAVED_WEIGHT * exp2(-age_s / SAVED_HALF_LIFE_S)
 
     def link(self, link: LinkClass) -> Line | None:
         seen = self.link_to_line.get(link)

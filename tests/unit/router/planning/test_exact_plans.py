@@ -48,16 +48,7 @@ from fabric.contracts import (
 from router.planning import ClusterState
 from router.planning.link_classes import LinkClass
 from router.planning.member_columns import MAX_SILENCE_S
-from router.planning.member_costs import (
-    CONFIRMED,
-    GENERAL,
-    HALF_LIFE_S,
-    AgeingCost,
-    EncoderCost,
-    Estimate,
-    LinearCost,
-    believed,
-)
+from router.planning.member_costs import GENERAL, EncoderCost, LearnedLine
 from router.planning.member_state import Freshness
 from router.planning.plan_types import EncoderCosts, ItemTerms, Line
 
@@ -191,51 +182,10 @@ def test_an_item_that_another_encoder_made_says_nothing_of_the_prediction() -> N
     assert state.accuracy()["cached_items"].actual == 1.0
 
 
-@pytest.mark.parametrize(
-    ("factor", "is_confirmed"), [(1.0, True), (1.45, True), (1 / 1.45, True), (1.55, False), (1 / 1.55, False)]
-)
-def test_what_is_found_again_within_a_factor_is_believed_longer(factor: float, is_confirmed: bool) -> None:
-    assert CONFIRMED == 1.5
-    cost = AgeingCost(Line(0.01, 0.0))
-    cost.observe(0.0, 0.01, 0.0)
-    cost.observe(0.0, 0.01 * factor, 2 * HALF_LIFE_S)
-    trust = cost.estimate(4 * HALF_LIFE_S).trust
-    assert trust == pytest.approx(0.5 if is_confirmed else 0.25)
-
-
-def test_a_report_that_confirms_is_believed_longer_and_one_that_does_not_is_not() -> None:
-    for slope, trust in ((1.4e-3, 0.5), (1.6e-3, 0.25)):
-        cost = AgeingCost(Line(1.0, 1.0))
-        cost.anchor(Line(0.001, 1e-3), 0.0)
-        cost.anchor(Line(0.001, slope), 2 * HALF_LIFE_S)
-        assert cost.estimate(4 * HALF_LIFE_S).trust == pytest.approx(trust)
-
-
-def test_a_price_of_nothing_is_not_drawn_to_others() -> None:
-    own = Estimate(Line(0.0, 1e-3), 0.5)
-    assert believed(own, Line(0.01, 1e-3)).base_s == 0.0
-    assert believed(Estimate(Line(0.01, 1e-3), 0.5), Line(0.0, 1e-3)).base_s == 0.01
-
-
 def test_small_amounts_teach_too() -> None:
-    cost = LinearCost(Line(0.01, 0.01))
-    cost.observe(0.5, 1.0)
+    cost = LearnedLine(Line(0.01, 0.01))
+    cost.observe(0.5, 1.0, 0.0)
     assert cost.line.at(0.5) > 0.015
-
-
-@pytest.mark.parametrize(("learned_factor", "anchored"), [(4.0, 2.0), (0.25, 0.5)])
-def test_a_correction_that_the_member_catches_up_with_is_halved_not_counted_twice(
-    learned_factor: float, anchored: float
-) -> None:
-    """The estimate learns that work is four times as dear (or cheap); then the member reports twice (or half) its
-    earlier value."""
-    cost = LinearCost(Line(0.01, 1e-3))
-    cost.anchor(Line(0.01, 1e-3))
-    for _ in range(60):
-        cost.observe(1000.0, learned_factor * (0.01 + 1.0))
-    assert cost.line.per_unit_s == pytest.approx(learned_factor * 1e-3, rel=0.05)
-    cost.anchor(Line(0.01, anchored * 1e-3))
-    assert cost.line.per_unit_s == pytest.approx(learned_factor * 1e-3, rel=0.05)
 
 
 def test_reports_are_taken_in_order() -> None:
@@ -432,28 +382,13 @@ def test_reports_of_nothing_in_flight_change_nothing() -> None:
     state.check_invariants()
 
 
-def test_a_correction_stays_when_the_member_reports_an_overhead_of_nothing() -> None:
-    cost = LinearCost(Line(0.01, 1e-3))
-    cost.anchor(Line(0.01, 1e-3))
-    for _ in range(20):
-        cost.observe(1.0, 0.1)
-    learned = cost.line.base_s
-    assert learned > 0.05
-    cost.anchor(Line(0.0, 1e-3))
-    assert cost.line.base_s == 0.0
-    cost.anchor(Line(0.01, 1e-3))
-    assert cost.line.base_s == pytest.approx(learned)
-
-
-def test_what_an_encoder_reports_of_all_its_forwards_ages_from_then() -> None:
+def test_what_an_encoder_reports_of_all_its_forwards_is_taken_for_each_modality() -> None:
     cost = EncoderCost(EncoderCosts(DECODE, NO_COST, ENCODE))
-    assert cost.estimates(0.0)[GENERAL].encode.trust == 0.0
     costs = (EncodeCost("audio", 1e-3, 0.2),)
     report = encoder_report("e0", 1, encode_s_per_cost=1e-4, batch_overhead_s=0.01, costs=costs)
     cost.anchor(report, 10.0)
-    estimates = cost.estimates(10.0 + HALF_LIFE_S)
-    assert estimates[GENERAL].encode == (Line(0.01, 1e-4), pytest.approx(0.5))
-    assert estimates["audio"].encode == (Line(0.2, 1e-3), pytest.approx(0.5))
+    assert cost.of(GENERAL).encode == cost.of("image").encode == Line(0.01, 1e-4)
+    assert cost.of("audio").encode == Line(0.2, 1e-3)
 
 
 def test_a_wait_follows_the_order_in_which_the_encoder_serves_its_queue() -> None:

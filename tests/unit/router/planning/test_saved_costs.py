@@ -10,7 +10,7 @@ from router.planning.plan_types import Line
 from router.planning.saved_costs import (
     MAX_AGE_S,
     SAVED_HALF_LIFE_S,
-    SAVED_TRUST,
+    SAVED_WEIGHT,
     CostKey,
     SavedCosts,
     SeenLine,
@@ -39,17 +39,17 @@ def test_a_file_gives_back_what_was_saved(saved: SavedCosts) -> None:
     assert decode_costs(encode_costs(saved, "m"), "m", NOW_S) == saved
 
 
-def test_a_line_is_trusted_less_the_longer_ago_it_was_seen() -> None:
-    def trust(age_s: float) -> float:
-        estimate = SavedCosts({KEY: SeenLine(LINE, NOW_S - age_s)}, {}, NOW_S).estimate(KEY)
-        assert estimate is not None
-        assert estimate.line == LINE
-        return estimate.trust
+def test_a_line_weighs_less_the_longer_ago_it_was_seen() -> None:
+    def weight(age_s: float) -> float:
+        start = SavedCosts({KEY: SeenLine(LINE, NOW_S - age_s)}, {}, NOW_S).start(KEY)
+        assert start is not None
+        assert start[0] == LINE
+        return start[1]
 
-    assert trust(0.0) == SAVED_TRUST
-    assert trust(-1e6) == SAVED_TRUST, "a clock that was set back makes nothing more certain"
-    assert trust(SAVED_HALF_LIFE_S) == pytest.approx(SAVED_TRUST / 2)
-    assert SavedCosts().estimate(KEY) is None
+    assert weight(0.0) == SAVED_WEIGHT
+    assert weight(-1e6) == SAVED_WEIGHT, "a clock that was set back makes nothing more certain"
+    assert weight(SAVED_HALF_LIFE_S) == pytest.approx(SAVED_WEIGHT / 2)
+    assert SavedCosts().start(KEY) is None
     assert SavedCosts().link(LinkClass.TCP) is None
 
 
@@ -106,4 +106,4 @@ def test_other_files_are_refused_with_the_reason(content: bytes, says: str) -> N
 def test_a_line_of_nothing_is_no_line() -> None:
     content = msgspec.json.decode(GOOD)
     content["costs"][0] |= {"base_s": 0.0, "per_unit_s": 0.0}
-    assert decode_costs(msgspec.json.encode(content), "m", NOW_S).estimate(KEY) is None
+    assert decode_costs(msgspec.json.encode(content), "m", NOW_S).start(KEY) is None
