@@ -117,10 +117,10 @@ class LearnedLine:
         """Returns as which time an observation counts, and the share of the error by which it moves the line."""
         if self._seen_at_s is None:
             return actual_s, 1.0
-        surprise, last = log(actual_s / predicted_s), self._last_surprise
-        self._last_surprise = surprise
+        log_predicted, last = log(predicted_s), self._last_surprise  # A quotient of tiny times would leave the floats.
+        surprise = self._last_surprise = log(actual_s) - log_predicted
         limit = max(log(CONFIRMED), abs(last) if surprise * last > 0.0 else 0.0)
-        return predicted_s * exp(min(max(surprise, -limit), limit)), LEARNING_RATE
+        return exp(log_predicted + min(max(surprise, -limit), limit)), LEARNING_RATE
 
     def anchor(self, measured: Line, now: float) -> None:
         """Takes the line that the member itself reports. A slope that is not positive means "not known yet" and is

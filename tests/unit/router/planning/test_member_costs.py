@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planning_samples import encoder_report
 
@@ -167,6 +167,7 @@ def test_a_line_says_when_it_has_changed_and_what_its_evidence_is() -> None:
     start=st.builds(Line, st.floats(0.0, 10.0), st.floats(0.0, 1.0)),
     events=st.lists(st.tuples(st.floats(0.0, 1e5), st.floats(0.0, 1e3), st.floats(0.0, 50.0), st.booleans())),
 )
+@example(start=Line(0.0, 0.0), events=[(0.0, 2.0, 0.0, False), (0.0, 5e-324, 0.0, False)])
 def test_a_learned_line_is_never_negative_or_infinite(
     start: Line, events: list[tuple[float, float, float, bool]]
 ) -> None:
