@@ -77,6 +77,10 @@ class Memory:
         self._weight = 0.0
         self._at_s = 0.0
 
+    def doubt(self) -> None:
+        """Lets all earlier observations count half, because something has changed."""
+        self._weight *= 0.5
+
     def gain(self, now_s: float) -> float:
         """Records an observation now and returns its share of all weight. The share is at most a half, because no
         single observation is reliable."""

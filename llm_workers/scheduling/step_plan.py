@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -330,6 +331,9 @@ HALF_LIFE_S = 5.0
 """Sets the time in which the weight of an observed step halves."""
 MAX_WEIGHT = 40.0
 """Limits the number of steps that are remembered. One step then moves an estimate by a fortieth of its error."""
+CONFIRMED = 1.5
+"""Two successive steps with prompt tokens that both took longer than predicted, or both less time, by more than this
+factor show that the costs have changed."""
 _LEAST_SHARE = 1e-3
 """Sets the smallest cost that the fit gives to a kind of work, as a share of the time of the fastest step. A cost for
 which nothing was measured can grow from there."""
@@ -353,11 +357,16 @@ class StepCosts:
     rest. All three are 0 until a step was observed.
 
     The estimate is fitted to a few steps at boot, and every step corrects it. Old observations lose weight over time,
-    so later steps soon outweigh what was learned while the machine was busy with other work. The caller passes the time
-    in."""
+    so later steps soon outweigh what was learned while the machine was busy with other work. Steps with prompt tokens
+    have a memory of their own, because there are few of them beside the steps that only decode. After two surprises of
+    such steps in the same direction, what is remembered of them counts half, so that a few steps show a sudden change.
+    The caller passes the time in."""
 
     def __init__(self) -> None:
         self._memory = Memory(HALF_LIFE_S, MAX_WEIGHT)
+        self._prompt_memory = Memory(HALF_LIFE_S, MAX_WEIGHT)
+        self._last_surprise = 0.0
+        """Holds the logarithm of the actual time of the last step with prompt tokens over the predicted one."""
         self._costs: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def fit(self, steps: Sequence[tuple[StepWork, float]]) -> None:
@@ -384,10 +393,18 @@ class StepCosts:
         """Takes the observation that a step took `seconds` and ended at `now_s`."""
         if not any(self._costs):
             self.fit([(work, seconds)])
-        gain = self._memory.gain(now_s)
         predicted_s = sum(cost * amount for cost, amount in zip(self._costs, work.amounts, strict=True))
         # A correction by nothing would only add rounding errors; a simulation has millions of such steps.
-        if abs(seconds - predicted_s) > 1e-12 * seconds:
+        is_right = abs(seconds - predicted_s) <= 1e-12 * seconds
+        if work.weighted_tokens > 0.0:
+            surprise = 0.0 if is_right or seconds <= 0.0 else log(seconds / predicted_s)
+            last, self._last_surprise = self._last_surprise, surprise
+            if surprise * last > 0.0 and min(abs(surprise), abs(last)) > log(CONFIRMED):
+                self._prompt_memory.doubt()
+            gain = self._prompt_memory.gain(now_s)
+        else:
+            gain = self._memory.gain(now_s)
+        if not is_right:
             self._costs = corrected(self._costs, work.amounts, seconds, gain)
 
     @property

@@ -102,6 +102,29 @@ def test_a_busy_minute_is_outweighed_by_a_few_steps_after_a_silence() -> None:
     assert predicted_s(costs, decode) < 1.3 * true_s(decode)
 
 
+@pytest.mark.parametrize("factor", [2.0, 0.5, 5.0])
+def test_a_sudden_change_is_learned_in_a_few_prompts_among_many_steps_that_decode(factor: float) -> None:
+    """A request in two hundred goes to each of sixteen workers a dozen times, and each decodes two hundred tokens."""
+    costs, prompt, decode = fitted(), StepWork(3, 300.0), StepWork(4, 0.0)
+    now_s = 0.0
+    for number in range(24):
+        times = factor if number >= 12 else 1.0
+        for work in (prompt, *[decode] * 200):
+            now_s += true_s(work, factor=times)
+            costs.observe(work, true_s(work, factor=times), now_s)
+    assert predicted_s(costs, prompt) == pytest.approx(true_s(prompt, factor=factor), rel=0.1)
+    assert predicted_s(costs, decode) == pytest.approx(true_s(decode, factor=factor), rel=0.1)
+
+
+def test_a_pause_in_one_prompt_moves_its_cost_little() -> None:
+    costs, prompt = fitted(), StepWork(0, 300.0)
+    for number in range(100):
+        costs.observe(prompt, true_s(prompt), 0.05 * number)
+    costs.observe(prompt, 20.0, 5.0)
+    costs.observe(prompt, true_s(prompt), 5.1)
+    assert predicted_s(costs, prompt) < 1.05 * true_s(prompt)
+
+
 def test_without_a_silence_it_takes_as_many_steps_as_are_remembered() -> None:
     costs, decode = fitted(), StepWork(1, 0.0)
     for number in range(1000):
