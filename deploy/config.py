@@ -353,7 +353,7 @@ class WorkerSection(_Section):
     max_step_tokens: int = Field(default_of(WorkerConfig, "max_step_tokens"), ge=1)
     media_chunk_tokens: int | None = Field(default_of(WorkerConfig, "media_chunk_tokens"), ge=0)
     """Limits the tokens of a step while the worker has a request without media, and for two seconds after, by limiting
-    prompts with media whose priority is not more urgent. With None, nine in ten steps of texts stay below it; 0 is none."""
+    prompts with media that are not more urgent. With None, nine in ten steps of texts stay below it; 0 sets none."""
     max_sequences: int = Field(default_of(WorkerConfig, "max_sequences"), ge=1)
     prefix_cache: bool = default_of(WorkerConfig, "is_prefix_cache_enabled")
     """Says whether workers keep the KV blocks of earlier prompts and use them again for prompts that begin the same."""
