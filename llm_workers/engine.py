@@ -1,5 +1,5 @@
 """Runs the engine thread. Each turn takes the queued commands, runs `plan_step -> execute -> commit`, and hands over
-one update.
+one update; before it executes a step that computes prompt tokens, it hands over one more, which says so.
 
 Only the engine touches the scheduler and the runner. A step that fails is tried again one sequence at a time, so that
 only the request that causes the failure ends. Two causes have to be told apart: a failed device, after which every step
@@ -160,6 +160,11 @@ class Engine:
         plan = self._scheduler.plan_step()
         self.times.schedule_s += self._clock.now() - started_s
         if plan.num_sequences:
+            work = self._scheduler.work(plan)
+            if work.weighted_tokens:
+                update.begun_work = work
+                self._publish(update)
+                update = Update()
             self._step(plan, started_s, update)
             update.released += self._scheduler.release_unneeded()
         update.needed.extend(self._scheduler.drain_needed())

@@ -131,6 +131,9 @@ class Update:
     """Holds the changes in which attempt still has to read which unit, and where the next read is."""
     admitted: list[Admitted] = field(default_factory=list)
     needed: list[NeededUnit] = field(default_factory=list)
+    begun_work: StepWork | None = None
+    """Holds the work of a step that computes prompt tokens and has just begun. Its own update comes at its end, and
+    routers would not know of it meanwhile."""
     step_work: StepWork | None = None
     """Holds the work of the step that was committed."""
     step_s: float = 0.0
@@ -150,5 +153,7 @@ class Update:
 
     @property
     def is_empty(self) -> bool:
+        if self.begun_work is not None:
+            return False
         happened = (self.released, self.reads, self.admitted, self.needed, self.aborted, self.failed)
         return self.events is None and not any((*happened, self.kv_events, self.snapshots))

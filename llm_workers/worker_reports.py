@@ -17,7 +17,7 @@ from fabric.contracts import (
     WorkerReport,
 )
 from llm_workers.engine_interface import Update
-from llm_workers.scheduling import StepCosts
+from llm_workers.scheduling import StepCosts, StepWork
 from llm_workers.worker_config import WorkerConfig
 
 _NEW_SHARE = 0.1
@@ -52,6 +52,8 @@ class WorkerReporter:
         self._residence_s = self._held_s = 0.0
         self._lacking: set[AttemptId] = set()
         """Holds the open attempts that lacked features when they were admitted."""
+        self._running: tuple[StepWork, float] | None = None
+        """Holds the work of the running step, if it computes prompt tokens, and when it began."""
 
     def take(self, update: Update) -> None:
         """Takes the update of one turn of the engine."""
@@ -61,6 +63,7 @@ class WorkerReporter:
             if not self._kv_events:
                 self._kv_first_seq = update.kv_first_seq
             self._kv_events += update.kv_events
+        self._running = None if update.begun_work is None else (update.begun_work, update.at_s)
         if update.step_work is not None:
             self.costs.observe(update.step_work, update.step_s, update.at_s)
         self._lacking.update(each.attempt for each in update.admitted if each.admission.missing_units)
@@ -80,9 +83,10 @@ class WorkerReporter:
         events, self._kv_events = tuple(self._kv_events), []
         return KvEvents(self._member_id, self.epoch, self._kv_first_seq, events)
 
-    def report(self) -> WorkerReport:
+    def report(self, now_s: float) -> WorkerReport:
         """Returns the next report. `RouterTable` adds the acknowledgements for its receiver."""
         self._seq += 1
+        work, begun_at_s = self._running or (StepWork(0, 0.0), now_s)
         return WorkerReport(
             worker_id=self._member_id,
             epoch=self.epoch,
@@ -99,4 +103,6 @@ class WorkerReporter:
             max_sequences=self._config.max_sequences,
             is_lost=self.is_lost,
             pulls=self._pull_windows(),
+            step_weighted_tokens=work.weighted_tokens,
+            step_left_s=max(begun_at_s + self.costs.seconds(work) - now_s, 0.0) if self._running else 0.0,
         )

@@ -230,8 +230,8 @@ class WorkerService:
         self._calls.fail(attempt_id, error)
 
     def report(self) -> WorkerReport:
-        """Returns a report of the state after the engine's last turn."""
-        return self._reporter.report()
+        """Returns a report of the state after the engine's last turn, or at the beginning of its running step."""
+        return self._reporter.report(self._clock.now())
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Takes the list of current members. A peer that is no longer in it counts as confirmed dead, and the worker
@@ -311,7 +311,7 @@ class WorkerService:
         self._send_snapshots(update)
         self._send_kept()
         has_ended = update.failed or update.aborted or (update.events is not None and update.events.finished)
-        if update.admitted or update.released or update.kv_events or has_ended:
+        if update.admitted or update.released or update.kv_events or has_ended or update.begun_work is not None:
             self._report_soon()
 
     def _send_snapshots(self, update: Update) -> None:

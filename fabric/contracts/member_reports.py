@@ -267,6 +267,21 @@ class WorkerReport(PlaneWire, frozen=True):
             "that lacked features when they were admitted.",
         ),
     ] = 0.0
+    step_weighted_tokens: Annotated[
+        float,
+        gauge(
+            "weft_worker_step_weighted_tokens",
+            "Part of `weft_worker_queued_weighted_tokens` that the running step computes; 0 between steps and in steps "
+            "that only decode.",
+        ),
+    ] = 0.0
+    step_left_s: Annotated[
+        float,
+        gauge(
+            "weft_worker_step_left_seconds",
+            "Predicted time until the running step ends; 0 between steps and in steps that only decode.",
+        ),
+    ] = 0.0
 
 
 # ---------------------------------------------------------------- encoders

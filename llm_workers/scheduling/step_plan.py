@@ -393,7 +393,7 @@ class StepCosts:
         """Takes the observation that a step took `seconds` and ended at `now_s`."""
         if not any(self._costs):
             self.fit([(work, seconds)])
-        predicted_s = sum(cost * amount for cost, amount in zip(self._costs, work.amounts, strict=True))
+        predicted_s = self.seconds(work)
         # A correction by nothing would only add rounding errors; a simulation has millions of such steps.
         is_right = abs(seconds - predicted_s) <= 1e-12 * seconds
         if work.weighted_tokens > 0.0:
@@ -406,6 +406,10 @@ class StepCosts:
             gain = self._memory.gain(now_s)
         if not is_right:
             self._costs = corrected(self._costs, work.amounts, seconds, gain)
+
+    def seconds(self, work: StepWork) -> float:
+        """Returns the time that a step with this work is expected to take."""
+        return sum(cost * amount for cost, amount in zip(self._costs, work.amounts, strict=True))
 
     @property
     def overhead_s(self) -> float:

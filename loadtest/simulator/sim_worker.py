@@ -346,7 +346,12 @@ class SimWorker:
         self._is_turning = True
         self.num_planned += 1
         begun_s = self._time.now()
-        step_s = self._step_s(self.scheduler.work(plan))
+        work = self.scheduler.work(plan)
+        step_s = self._step_s(work)
+        if work.weighted_tokens:
+            update.begun_work = work
+            self._publish(update)
+            update = Update()
         self._outlets.device(self, begun_s, step_s, lambda: self._end_step(plan, update, begun_s))
 
     def _end_step(self, plan: StepPlan, update: Update, begun_s: float) -> None:
@@ -555,7 +560,9 @@ class SimWorker:
         self._send_blocks()
         # No message is lost in a simulation, so one report acknowledges a dispatch, and routers ignore those of others.
         report = msgspec.structs.replace(
-            self._reporter.report(), acknowledged=tuple(self._admitted_since), pulls=tuple(self._windows)
+            self._reporter.report(self._loop.now()),
+            acknowledged=tuple(self._admitted_since),
+            pulls=tuple(self._windows),
         )
         self._admitted_since, self._windows, self._reported_at_s = [], [], self._loop.now()
         self._outlets.broadcast(report)

@@ -127,7 +127,7 @@ class QueueWorld:
         scale = context_scale_tokens(HIDDEN)
         self.scheduler = Scheduler(self.config, SHAPE.max_model_len, self.clock, scale)
         self._updates: list[Update] = []
-        self.engine = Engine(self.scheduler, runner, self.clock, self._updates.append)
+        self.engine = Engine(self.scheduler, runner, self.clock, self._post)
         self.reporter = WorkerReporter(WORKER, self.config, self.scheduler.stats(), FeatureStats)
         calibrate(runner, TinyFamily, self.config, self.reporter.costs, self.clock)
         self.cluster = ClusterState(SHAPE, self.config.block_size, random.Random(1))
@@ -183,6 +183,14 @@ class QueueWorld:
             self.engine.add(request, TinyFamily.positions(token_ids))
         return {name: plan.explanation.winner}
 
+    def _post(self, update: Update) -> None:
+        """Takes an update of the engine. One of a step that begins is taken at once, because the step takes time."""
+        if update.begun_work is not None:
+            self._ended(update)
+            self._report()
+        else:
+            self._updates.append(update)
+
     def _take_updates(self) -> list[Update]:
         updates, self._updates[:] = list(self._updates), []
         return updates
@@ -202,6 +210,6 @@ class QueueWorld:
     def _report(self) -> None:
         """Sends a report that acknowledges what the worker has received since the last one, as its service does."""
         self._reported_at_s = self.clock.now()
-        report = structs.replace(self.reporter.report(), acknowledged=tuple(self._received))
+        report = structs.replace(self.reporter.report(self._reported_at_s), acknowledged=tuple(self._received))
         self._received.clear()
         self.cluster.apply(report, self._reported_at_s)

@@ -15,6 +15,8 @@ from fabric.contracts import (
     BlockHash,
     BlocksStored,
     EngineFailed,
+    EngineStats,
+    FeatureStats,
     GenerateRequest,
     InvalidRequest,
     MediaItem,
@@ -45,8 +47,10 @@ from llm_workers.scheduling import (
     Splice,
     StepPlan,
     StepResult,
+    StepWork,
 )
 from llm_workers.worker_config import WorkerConfig
+from llm_workers.worker_reports import WorkerReporter
 from modalities.family import Positions
 
 UNIT = UnitKey(MmHash("ab"), 0)
@@ -563,6 +567,37 @@ def test_an_evicted_unit_is_missed_by_those_that_need_it() -> None:
         assert watched.seen[-1].stats.kv_blocks_used == 0
     finally:
         commands.stop()
+
+
+def test_a_step_of_prompt_tokens_is_told_before_it_is_computed(watched: Watched) -> None:
+    watched.engine.add(request("a"), POSITIONS)
+    watched.until(lambda: len(watched.finished()) == 1)
+    (begun,) = [update for update in watched.seen if update.begun_work is not None]
+    assert begun.begun_work == StepWork(0, 20.0), "steps that only decode are not told"
+    assert [each.attempt.request_id for each in begun.admitted] == ["a"], "its requests are admitted by then"
+    assert (begun.events, begun.step_work) == (None, None)
+    ended = next(update for update in watched.seen if update.step_work is not None)
+    assert ended.step_work == begun.begun_work
+    assert ended.admitted == []
+    assert (begun.stats.steps, ended.stats.steps) == (0, 1)
+
+
+def test_a_report_says_how_long_the_running_step_takes() -> None:
+    costs = [(StepWork(0, 10.0), 0.2), (StepWork(0, 20.0), 0.3), (StepWork(1, 0.0), 0.15), (StepWork(4, 0.0), 0.3)]
+    reporter = WorkerReporter(MemberId("w"), WorkerConfig(), EngineStats(), FeatureStats)
+    reporter.costs.fit(costs)
+    assert (reporter.report(5.0).step_left_s, reporter.report(5.0).step_weighted_tokens) == (0.0, 0.0)
+    stats = EngineStats(queued_weighted_tokens=50.0)
+    reporter.take(Update(begun_work=StepWork(2, 30.0), at_s=10.0, stats=stats))
+    whole_s = reporter.costs.seconds(StepWork(2, 30.0))
+    assert whole_s == pytest.approx(0.1 + 2 * 0.05 + 30 * 0.01)
+    assert reporter.report(10.0).step_left_s == pytest.approx(whole_s)
+    report = reporter.report(10.2)
+    assert report.step_left_s == pytest.approx(whole_s - 0.2)
+    assert (report.step_weighted_tokens, report.engine.queued_weighted_tokens) == (30.0, 50.0)
+    assert reporter.report(99.0).step_left_s == 0.0
+    reporter.take(Update(step_work=StepWork(2, 30.0), step_s=whole_s, at_s=10.5, stats=EngineStats()))
+    assert (reporter.report(10.5).step_left_s, reporter.report(10.5).step_weighted_tokens) == (0.0, 0.0)
 
 
 def test_commands_in_one_turn_keep_their_order() -> None:

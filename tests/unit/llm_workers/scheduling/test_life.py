@@ -234,8 +234,10 @@ def test_times_of_a_finished_sequence() -> None:
     plan = bench.plan()
     bench.clock.advance(0.25)
     assert bench.commit(plan).at_doorstep == (sequence_id("a"),)
+    assert (bench.scheduler.stats().queued_weighted_tokens, bench.scheduler.stats().behind_weighted_tokens) == (0, 10)
     bench.clock.advance(3.0)
     bench.land(unit("image"))
+    assert (bench.scheduler.stats().queued_weighted_tokens, bench.scheduler.stats().behind_weighted_tokens) == (10, 0)
     plan = bench.plan()
     bench.clock.advance(0.5)
     (ended,) = bench.commit(plan).finished
