@@ -295,6 +295,7 @@ class SimRouter:
         routed = self._attempt_to_routed.get(attempt_id)
         if routed is not None and routed.outcome.first_token_s < 0.0:
             routed.outcome.first_token_s = at_s - routed.outcome.arrival_s
+            self.cluster.note_first_token(attempt_id)
             self._arrived(routed)
 
     def _answered(self, routed: RoutedRequest, plan: RoutePlan, result: GenerateResult) -> None:

@@ -40,7 +40,14 @@ from router.planning.kv_room import KvRoom, RoomColumns, RoomNeed
 from router.planning.link_classes import LinkOverride, LinkPlace
 from router.planning.member_columns import ClusterColumns, EncoderColumns, Floats, LinkPatterns, WorkerColumns
 from router.planning.member_costs import CostDefaults
-from router.planning.member_state import EncoderShare, EncoderState, InFlight, WorkerShare, WorkerState
+from router.planning.member_state import (
+    EncoderShare,
+    EncoderState,
+    InFlight,
+    WorkerShare,
+    WorkerState,
+    awaited_tokens,
+)
 from router.planning.plan_types import Chance, ItemTerms, PlanSettings, QueryHints, RoutePlan, RouteQuery
 from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.saved_costs import SavedCosts
@@ -260,7 +267,8 @@ class ClusterState:
             num_weighted = weighted_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale)
             num_blocks = -(-winner.num_prefill_tokens // block_size)
             hashes = query.scheme_to_hashes.get(scheme, b"") if scheme is not None else b""
-            share = WorkerShare(num_weighted, num_blocks, scheme, hashes)
+            awaited = awaited_tokens(query, plan, scale, now)
+            share = WorkerShare(num_weighted, num_blocks, scheme, hashes, awaited)
             self._in_flight.add_worker(query.attempt_id, plan.worker_id, share)
             self._note_promised(plan.worker_id)
         self.note_encoding(query.attempt_id, winner.items, now, query.priority)
@@ -289,6 +297,10 @@ class ClusterState:
     def note_encoding_ended(self, attempt_id: AttemptId, encoder_id: MemberId) -> None:
         """Records that the attempt's work on an encoder ended, with or without success. A second call does nothing."""
         self._in_flight.end_at(attempt_id, encoder_id)
+
+    def note_first_token(self, attempt_id: AttemptId) -> None:
+        """Records that the attempt's prompt is computed, so none of it waits for features."""
+        self._in_flight.computed(attempt_id)
 
     def note_ended(self, attempt_id: AttemptId) -> None:
         """Records that the attempt ended, with or without success. A second call does nothing."""
@@ -346,6 +358,7 @@ class ClusterState:
         if report.acknowledged:
             self._in_flight.acknowledge(report.worker_id, report.acknowledged)
             self._note_promised(report.worker_id)
+        self._in_flight.note_behind(report, now)
         is_arriving = now - self._member_to_page_s.get(report.worker_id, -inf) < self._settings.page_wait_s
         is_in_step = is_arriving or self._prefixes(state.member).is_in_step(report.worker_id)
         return self._ask_unless(is_in_step, report.worker_id, now)

@@ -22,7 +22,7 @@ import numpy as np
 
 from fabric.c_library import load_c_library
 from fabric.contracts import NUM_BINS, MediaItem, NoCapacity
-from router.planning.member_columns import MAX_SILENCE_S, ClusterColumns, SlotColumns, address_of
+from router.planning.member_columns import MAX_AWAITED, MAX_SILENCE_S, ClusterColumns, SlotColumns, address_of
 from router.planning.plan_types import CandidateTerms, Chance, ItemTerms, PlanSettings, QueryHints, RouteQuery
 
 MAX_TRIALS = 320
@@ -53,7 +53,7 @@ def search(
         return None
     workers, encoders, media = columns.workers, columns.encoders, _flattened(query, columns, hints)
     described, encoders_described = workers.described(_CWorkers), encoders.described(_CEncoders)
-    described.num = len(workers)
+    described.num, described.stride, described.max_awaited = len(workers), workers.capacity, MAX_AWAITED
     encoders_described.num, encoders_described.stride = len(encoders), encoders.capacity
     encoders_described.num_bins = NUM_BINS
     question = _QUESTION.pack(
@@ -62,6 +62,7 @@ def search(
         MAX_SILENCE_S,
         query.token_count,
         columns.context_scale_tokens,
+        next((run.offset for run in query.placeholders if run.length > 0), query.token_count),
         address_of(hints.depths),
         0 if hints.promised_tokens is None else address_of(hints.promised_tokens),
         settings.tolerance,
@@ -248,7 +249,7 @@ def _item_terms(
 # ------------------------------------------------------------ the C library
 
 _NO_WORKER, _NO_ENCODER, _MAX_ALTERNATIVES = -1, -2, 15
-_QUESTION = struct.Struct("5d2P 6d2q 4q7q 3P")
+_QUESTION = struct.Struct("6d2P 6d2q 4q7q 3P")
 """Packs `Question` of `route_search.c`: its request, its choice, its counts and its arrays."""
 
 
@@ -260,7 +261,7 @@ def _structure(name: str, counts: tuple[str, ...], columns: tuple[str, ...]) -> 
 # These mirror the structures of `predictions.h`, field by field.
 _CWorkers = _structure(
     "_CWorkers",
-    ("num",),
+    ("num", "stride", "max_awaited"),
     (
         "num_open",
         "open_units",
@@ -278,12 +279,15 @@ _CWorkers = _structure(
         "kv_blocks_used",
         "reported_base_s",
         "reported_decode_s",
+        "step_left_s",
         "pending_blocks",
+        "num_awaited",
         "block_size",
         "base_s",
         "per_token_s",
         "barred_until_s",
         "delivery_s",
+        "awaited",
     ),
 )
 _CEncoders = _structure(

@@ -37,6 +37,8 @@ Bytes = npt.NDArray[np.uint8]
 
 UNLIMITED = 1e12
 """Stands for a limit that is not known."""
+MAX_AWAITED = 16
+"""The columns tell this many moments apart at which features should land on one worker."""
 MAX_SILENCE_S = 1.0
 """The planner takes a silent member for busy for as long as it has been silent, but at most for this time: the member
 is uncertain and not idle, and if all members are silent, this is the same for all."""
@@ -157,15 +159,18 @@ class WorkerColumns(SlotColumns):
         "inbox_bytes",
         "reported_base_s",
         "reported_decode_s",
+        "step_left_s",
         "pending_blocks",
+        "num_awaited",
         "block_size",
         "base_s",
         "per_token_s",
         "delivery_s",
     )
     queued_tokens: Floats
-    """Counts the weighted tokens that were queued at the report: those that could be computed then, and the part of the
-    others whose features arrive before the next step (`arriving_tokens`)."""
+    """Counts the weighted tokens that were queued at the report: those that could be computed then, without those of
+    the step that was running, and the part of the others whose features arrive before the next step, as far as this
+    router does not know when they land (`arriving_tokens`)."""
     num_queued: Floats
     """Counts the tokens that could be computed at the report, without weights."""
     num_decoding: Floats
@@ -180,21 +185,31 @@ class WorkerColumns(SlotColumns):
     reported_base_s: Floats
     reported_decode_s: Floats
     """Holds the time that the worker measured for each decoding sequence, together with `reported_base_s`."""
+    step_left_s: Floats
+    """Holds the rest of the step that was running at the report, if it computes prompt tokens."""
     pending_blocks: Floats
     """Counts the KV blocks of dispatched attempts that no report contains yet."""
+    num_awaited: Floats
+    """Counts the entries of `awaited` that are in use."""
     block_size: Floats
     base_s: Floats
     """Holds the believed overhead of a step; `per_token_s` is that of a weighted token."""
     per_token_s: Floats
     delivery_s: Floats
     """Holds the time that a request takes to the worker together with its first token's way back."""
-    NUM_REPORTED = FIELDS.index("reported_decode_s") + 1
+    NUM_REPORTED = FIELDS.index("step_left_s") + 1
+
+    def __init__(self) -> None:
+        self.awaited: Floats = np.zeros((2 * MAX_AWAITED, 0))
+        """Holds the prompt tokens that wait for features on each worker: `MAX_AWAITED` times at which features should
+        land, in order, and then as many numbers of weighted tokens. Has shape `(2 * MAX_AWAITED, capacity)`."""
+        super().__init__()
 
     def take(self, slot: int, report: WorkerReport, now: float) -> None:
         """Takes in a report that came at `now`."""
         engine, first = report.engine, len(self.COMMON)
         self._table[first : first + self.NUM_REPORTED, slot] = (
-            (engine.queued_weighted_tokens or engine.queued_tokens) + arriving_tokens(report),
+            max((engine.queued_weighted_tokens or engine.queued_tokens) - report.step_weighted_tokens, 0.0),
             engine.queued_tokens,
             engine.num_decoding,
             report.max_step_tokens or UNLIMITED,
@@ -206,8 +221,18 @@ class WorkerColumns(SlotColumns):
             report.features.inbox_bytes_total,
             report.step_overhead_s,
             report.decode_s_per_sequence,
+            report.step_left_s,
         )
         self.report_at_s[slot], self.is_reported[slot] = now, 1.0
+
+    def list_awaited(self, slot: int, awaited: Sequence[tuple[float, float]]) -> None:
+        """Replaces the tokens that wait for features on a worker: pairs of the time at which they become computable and
+        their number, in order of time. Where there are too many pairs, neighbours become one of the later time."""
+        width = -(-len(awaited) // MAX_AWAITED) or 1
+        groups = [awaited[at : at + width] for at in range(0, len(awaited), width)]
+        self.num_awaited[slot] = len(groups)
+        self.awaited[: len(groups), slot] = [group[-1][0] for group in groups]
+        self.awaited[MAX_AWAITED : MAX_AWAITED + len(groups), slot] = [sum(num for _, num in group) for group in groups]
 
     def decode_s(self) -> Floats:
         """Returns the time that each decoding sequence adds to a step. The worker measured it together with the step's
@@ -225,19 +250,24 @@ class WorkerColumns(SlotColumns):
         self.base_s[:num], self.per_token_s[:num] = np.nan_to_num(workers[0, :, :num])
         self.delivery_s[:num] = np.nan_to_num(workers[1, 0, :num])
 
+    def _grow(self, capacity: int) -> None:
+        self.awaited = np.pad(self.awaited, ((0, 0), (0, capacity - self.capacity)))
+        super()._grow(capacity)
+
     def _clear(self, slot: int) -> None:
         self.max_step_tokens[slot] = UNLIMITED
 
 
-def arriving_tokens(report: WorkerReport) -> float:
-    """Returns how many of the weighted tokens behind missing features join the next step of a worker, which takes the
-    tokens that are queued already. Features arrive in the time for which sequences lately waited for them: all of them,
-    if that time is shorter than a step, and otherwise the part that the step is of it. Without these tokens, a worker
-    would look idle whose features arrive in the moment after its report, and whose next step is the longest."""
+def arriving_tokens(report: WorkerReport, num_behind: float) -> float:
+    """Returns how many of `num_behind` weighted tokens behind missing features join the next step of a worker, which
+    takes the tokens that are queued already. Features arrive in the time for which sequences lately waited for them:
+    all of them, if that time is shorter than a step, and otherwise the part that the step is of it. Without these
+    tokens, a worker would look idle whose features arrive in the moment after its report, and whose next step is the
+    longest."""
     engine = report.engine
     step_s = report.step_overhead_s + report.decode_s_per_sequence * engine.num_decoding
     step_s += report.prefill_s_per_token * engine.queued_weighted_tokens
-    return engine.behind_weighted_tokens * (1.0 if report.held_s <= step_s else step_s / report.held_s)
+    return num_behind * (1.0 if report.held_s <= step_s else step_s / report.held_s)
 
 
 class EncoderColumns(SlotColumns):

@@ -13,14 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from fabric.contracts import KV_HASH_BYTES, AttemptId, EncoderReport, KvScheme, Member, MemberId, MmHash, WorkerReport
-from router.planning.member_columns import EncoderColumns, Floats, WorkerColumns
+from fabric.contracts import (
+    KV_HASH_BYTES,
+    AttemptId,
+    EncoderReport,
+    KvScheme,
+    Member,
+    MemberId,
+    MmHash,
+    WorkerReport,
+    weighted_tokens,
+)
+from router.planning.member_columns import MAX_AWAITED, EncoderColumns, Floats, WorkerColumns, arriving_tokens
 from router.planning.member_costs import EncoderCost, LearnedLine
-from router.planning.plan_types import Line
+from router.planning.plan_types import Line, RoutePlan, RouteQuery
 
 # ------------------------------------------------------------ one member
 
@@ -75,6 +86,9 @@ class WorkerShare(NamedTuple):
     scheme: KvScheme | None = None
     hashes: bytes = b""
     """Holds the hashes of the prompt's full blocks in the worker's scheme."""
+    awaited: Sequence[tuple[float, float]] = ()
+    """Holds the part of the weighted tokens that waits for features: when the features should have landed, on the
+    router's clock, and how many tokens can be computed then that could not before, in order of time."""
 
 
 class EncoderShare(NamedTuple):
@@ -89,6 +103,28 @@ class EncoderShare(NamedTuple):
     """Maps each feature that the encoder makes to the time on the router's clock at which it should be complete."""
 
 
+def awaited_tokens(query: RouteQuery, plan: RoutePlan, scale_tokens: float, now: float) -> list[tuple[float, float]]:
+    """Returns the `WorkerShare.awaited` of a plan that is carried out now. The units of an item land one after the
+    other while it is encoded, and tokens wait for the features of all runs before them too."""
+    winner = plan.explanation.winner
+    index_to_terms = {terms.item_index: terms for terms in winner.items}
+    index_to_num = {item.index: item.num_tokens for item in query.media}
+    runs = [run for run in query.placeholders if run.item in index_to_terms and run.end > winner.covered_tokens]
+    found: list[tuple[float, float]] = []
+    due_s, num_landed = now, dict.fromkeys(index_to_terms, 0)
+    for run, following in zip(runs, [*(each.offset for each in runs[1:]), query.token_count], strict=False):
+        terms = index_to_terms[run.item]
+        num_landed[run.item] += run.length
+        left_s = terms.encode_s * max(1.0 - num_landed[run.item] / max(index_to_num[run.item], 1), 0.0)
+        due_s = max(due_s, now + terms.landing_s - left_s)
+        begin = max(run.offset, winner.covered_tokens)
+        num_tokens = weighted_tokens(following - begin, begin, scale_tokens)
+        if found and found[-1][0] == due_s:
+            num_tokens += found.pop()[1]
+        found.append((due_s, num_tokens))
+    return found
+
+
 class InFlight:
     """Counts the work that this router dispatched, by attempt and member, and keeps the sums in the members' columns.
 
@@ -100,6 +136,8 @@ class InFlight:
         self._workers, self._encoders = workers, encoders
         self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
         self._hash_to_flights: dict[MmHash, dict[MemberId, _Flight]] = {}
+        self._slot_to_awaited: dict[int, dict[AttemptId, Sequence[tuple[float, float]]]] = {}
+        """Holds what each worker's slot awaits for attempts whose prompts are not computed."""
         self._prompts: dict[KvScheme, _Prompts] = {}
         self._worker_to_prompts: dict[MemberId, set[_Share]] = {}
         """Holds the shares of each worker whose prompts are known."""
@@ -110,9 +148,13 @@ class InFlight:
         if slot is None:
             return
         share = self._share(attempt_id, worker_id, self._workers, slot)
-        self._change(share, load.weighted_tokens, 1)
+        num_barred = sum(num for _, num in load.awaited)
+        self._change(share, load.weighted_tokens, load.weighted_tokens - num_barred)
         share.num_blocks += load.num_blocks
         self._workers.pending_blocks[slot] += load.num_blocks
+        if load.awaited:
+            self._slot_to_awaited.setdefault(slot, {})[attempt_id] = load.awaited
+            self._list_awaited(slot)
         if load.scheme is not None and load.hashes:
             prompts = self._prompts.setdefault(load.scheme, _Prompts())
             share.prompt = prompts.add(load.hashes, slot)
@@ -126,7 +168,7 @@ class InFlight:
         if slot is None:
             return
         share = self._share(attempt_id, encoder_id, self._encoders, slot)
-        self._change(share, load.seconds, 1)
+        self._change(share, load.seconds, load.seconds)
         share.encodings.append(load)
         self._encoders.add_pending(slot, load.seconds, load.key, load.decode_s)
         for mm_hash, done_s in load.hash_to_done_s.items():
@@ -169,6 +211,39 @@ class InFlight:
             if share is not None:
                 self._settle(share)
 
+    def note_behind(self, report: WorkerReport, now: float) -> None:
+        """Takes from a worker's report how many weighted tokens wait for features there; the columns have taken the
+        rest of the report. The worker has computed or queued the rest of what was awaited, and that is assumed to be
+        what should have landed first. If the first features that an attempt still lacks are late, all its features are
+        late by as much, because they are made one after the other. Tokens that other routers' requests await join the
+        queue as features lately have."""
+        slot, num_tokens = self._workers.member_to_slot[report.worker_id], report.engine.behind_weighted_tokens
+        awaited = self._slot_to_awaited.get(slot)
+        if not awaited:
+            self._workers.queued_tokens[slot] += arriving_tokens(report, num_tokens)
+            return
+        worker_id = report.worker_id
+        shares = {attempt_id: self._attempt_to_shares[attempt_id][worker_id] for attempt_id in awaited}
+        known = sorted((*each, at) for at, own in awaited.items() if not shares[at].is_pending for each in own)
+        num_landed = sum(num for _, num, _ in known) - num_tokens
+        self._workers.queued_tokens[slot] += arriving_tokens(report, max(-num_landed, 0.0))
+        left: dict[AttemptId, list[tuple[float, float]]] = {at: [] for at in awaited if not shares[at].is_pending}
+        for due_s, num, attempt_id in known:
+            num_gone = min(max(num_landed, 0.0), num)
+            num_landed, num = num_landed - num_gone, num - num_gone
+            if num > 1e-6:
+                left[attempt_id].append((due_s, num))
+        for own in left.values():
+            late_s = max(now - own[0][0], 0.0) if own else 0.0
+            own[:] = [(due_s + late_s, num) for due_s, num in own]
+        awaited.update(left)
+        self._list_awaited(slot)
+
+    def computed(self, attempt_id: AttemptId) -> None:
+        """Records that the attempt's prompt is computed, so its tokens wait for no feature."""
+        for share in self._attempt_to_shares.get(attempt_id, {}).values():
+            self._forget_awaited(attempt_id, share)
+
     def end(self, attempt_id: AttemptId) -> Iterable[MemberId]:
         """Ends the attempt on all members, and returns them."""
         shares = self._attempt_to_shares.pop(attempt_id, {})
@@ -201,6 +276,11 @@ class InFlight:
                 assert found == [len(own), len(pending)], (slot, found, len(own), len(pending))
                 sums = [sum(share.units for share in own), sum(share.pending_units for share in pending)]
                 assert np.allclose([columns.open_units[slot], columns.pending_units[slot]], sums), (slot, sums)
+        for slot in range(len(self._workers)):
+            listed = self._workers.awaited[MAX_AWAITED : MAX_AWAITED + int(self._workers.num_awaited[slot]), slot]
+            awaited = self._slot_to_awaited.get(slot, {})
+            assert np.isclose(listed.sum(), sum(num for each in awaited.values() for _, num in each)), slot
+            assert awaited.keys() <= self._attempt_to_shares.keys(), "what an attempt awaits ends with it"
         assert all(self._attempt_to_shares.values()), "an attempt without shares is dropped"
         prompts = {s for each in self._attempt_to_shares.values() for s in each.values() if s.hashes}
         assert prompts == {share for each in self._worker_to_prompts.values() for share in each}, "prompts are kept"
@@ -224,11 +304,22 @@ class InFlight:
             columns.num_pending[slot] += 1
         return share
 
-    def _change(self, share: _Share, units: float, sign: int) -> None:
-        share.units += sign * units
-        share.pending_units += sign * units
-        share.columns.open_units[share.slot] += sign * units
-        share.columns.pending_units[share.slot] += sign * units
+    def _change(self, share: _Share, units: float, pending_units: float) -> None:
+        share.units += units
+        share.pending_units += pending_units
+        share.columns.open_units[share.slot] += units
+        share.columns.pending_units[share.slot] += pending_units
+
+    def _forget_awaited(self, attempt_id: AttemptId, share: _Share) -> None:
+        awaited = self._slot_to_awaited.get(share.slot, {}) if isinstance(share.columns, WorkerColumns) else {}
+        if awaited.pop(attempt_id, None) is not None:
+            self._list_awaited(share.slot)
+
+    def _list_awaited(self, slot: int) -> None:
+        awaited = self._slot_to_awaited[slot]
+        self._workers.list_awaited(slot, sorted(chain.from_iterable(awaited.values())))
+        if not awaited:
+            del self._slot_to_awaited[slot]
 
     def _settle(self, share: _Share) -> None:
         """Ends the pending part of a share."""
@@ -251,6 +342,7 @@ class InFlight:
 
     def _drop(self, attempt_id: AttemptId, member_id: MemberId, share: _Share) -> None:
         self._settle(share)
+        self._forget_awaited(attempt_id, share)
         columns, slot = share.columns, share.slot
         columns.num_open[slot] -= 1
         columns.open_units[slot] -= share.units

@@ -6,21 +6,23 @@
 #include <stdint.h>
 
 typedef struct {
-  int64_t num; /* slots */
+  int64_t num, stride, max_awaited; /* slots, their capacity, and the moments that each has room for */
   const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *is_reported, *queued_tokens,
       *num_decoding, *max_step_tokens, *num_there, *max_sequences, *residence_s, *kv_blocks_total, *kv_blocks_used,
-      *reported_base_s, *reported_decode_s, *pending_blocks, *block_size, *base_s, *per_token_s, *barred_until_s,
-      *delivery_s;
+      *reported_base_s, *reported_decode_s, *step_left_s, *pending_blocks, *num_awaited, *block_size, *base_s,
+      *per_token_s, *barred_until_s, *delivery_s;
+  const double *awaited; /* [2 * max_awaited][stride]: moments, then weighted tokens */
 } Workers;
 
 typedef struct {
-  double now, stale_after_s, max_silence_s, num_tokens, scale_tokens;
+  double now, stale_after_s, max_silence_s, num_tokens, scale_tokens, num_text_first;
   const int32_t *depths;
   const double *promised_tokens; /* or null */
 } Request;
 
 typedef struct { /* [slots] each */
-  double *held, *covered, *weighted, *own_s, *queue_s, *shared_s, *s_per_token, *last_s, *start_s;
+  double *held, *covered, *weighted, *own_s, *queue_s, *shared_s, *s_per_token, *last_s, *start_s, *free_s, *ahead,
+      *room, *decode_s;
 } Times;
 
 typedef struct {
@@ -36,6 +38,15 @@ static double seconds(const Steps *steps, double num_tokens) {
 }
 
 static double before_last(const Steps *steps, double num_tokens) { return floor((num_tokens - 1.0) / steps->room); }
+
+/* Return when, from now, tokens of other requests become computable on a worker, and how many these are. */
+static double due_s(const Workers *all, int64_t w, int64_t entry, double now) {
+  return most(all->awaited[entry * all->stride + w] - now, 0.0);
+}
+
+static double due_tokens(const Workers *all, int64_t w, int64_t entry) {
+  return all->awaited[(all->max_awaited + entry) * all->stride + w];
+}
 
 void worker_times(const Workers *all, const Request *request, const Times *out) {
   for (int64_t w = 0; w < all->num; w++) {
@@ -56,9 +67,12 @@ void worker_times(const Workers *all, const Request *request, const Times *out) 
     }
     Steps steps = {base_s + decode_s * num_decoding, s_per_token, most(1.0, all->max_step_tokens[w] - num_decoding), 0.0};
     steps.full_s = most(steps.step_s + s_per_token * steps.room, 1e-12);
-    double queued = all->queued_tokens[w], age_s = most(request->now - all->report_at_s[w], 0.0);
+    double queued = all->queued_tokens[w], age_s = most(request->now - all->report_at_s[w], 0.0) - all->step_left_s[w];
     double work_s = seconds(&steps, queued), remaining_s, ahead;
-    if (queued > 0.0 && age_s < work_s) {
+    if (age_s < 0.0) { /* The step that ran at the report has not ended. */
+      remaining_s = -age_s;
+      ahead = pending + queued;
+    } else if (queued > 0.0 && age_s < work_s) {
       double num_begun = floor(age_s / steps.full_s) + 1.0, num_left = most(queued - num_begun * steps.room, 0.0);
       remaining_s = (num_left > 0.0 ? num_begun * steps.full_s : work_s) - age_s;
       ahead = pending + num_left;
@@ -71,7 +85,7 @@ void worker_times(const Workers *all, const Request *request, const Times *out) 
       ahead = pending - first;
     }
     double num_full = floor(ahead / steps.room), begin_s = remaining_s + num_full * steps.full_s;
-    double num_shared = ahead - num_full * steps.room;
+    double num_shared = ahead - num_full * steps.room, free_at_s = remaining_s;
 
     /* What the worker has of the prompt. */
     double block_size = most(all->block_size[w], 1.0);
@@ -102,9 +116,18 @@ void worker_times(const Workers *all, const Request *request, const Times *out) 
         begin_s += seconds(&steps, lacking * all->block_size[w]);
     }
 
+    /* What has landed for other requests by then fills the step that computes the last token ahead of the first medium. */
+    double num_first = most(least(request->num_text_first, request->num_tokens) - covered, 0.0) + num_shared;
+    double num_before = most(before_last(&steps, num_first), 0.0), num_landed = 0.0;
+    double last_begin_s = most(begin_s, free_s) + num_before * steps.full_s;
+    int64_t num_due = is_silent ? 0 : (int64_t)all->num_awaited[w];
+    for (int64_t k = 0; k < num_due; k++)
+      if (due_s(all, w, k, request->now) <= last_begin_s) num_landed += due_tokens(all, w, k);
+    double num_beside = least(num_landed, steps.room - (num_first - num_before * steps.room));
+
     double own_steps = before_last(&steps, missing);
     double num_more = before_last(&steps, num_shared + missing) - own_steps;
-    double shared_s = s_per_token * num_shared + steps.step_s * num_more, queue_s = most(begin_s, free_s);
+    double shared_s = s_per_token * (num_shared + num_beside) + steps.step_s * num_more, queue_s = most(begin_s, free_s);
     shared_s = most(begin_s + shared_s - queue_s, 0.0);
     queue_s += silence_s;
     out->held[w] = held;
@@ -116,21 +139,76 @@ void worker_times(const Workers *all, const Request *request, const Times *out) 
     out->own_s[w] = out->s_per_token[w] * weighted;
     out->last_s[w] = steps.step_s;
     out->start_s[w] = queue_s + shared_s;
+    out->free_s[w] = free_at_s + silence_s;
+    out->ahead[w] = ahead;
+    out->room[w] = steps.room;
+    out->decode_s[w] = num_decoding > 0.0 ? steps.step_s : 0.0;
   }
 }
 
-/* Writes the earliest end of each worker's prefill that the landings permit, where it is later than `end_s` says.
-   `landings_s` is [rows][units]; runs are those of placeholders, in any order. */
-void await_landings(int64_t num_workers, const int64_t *rows, const double *landings_s, int64_t num_units,
-                    int64_t num_runs, const int64_t *run_units, const double *run_ends, const double *run_behind,
-                    const double *covered, const double *weighted, const double *s_per_token, double *end_s) {
-  for (int64_t w = 0; w < num_workers; w++) {
-    const double *landed = landings_s + rows[w] * num_units;
-    for (int64_t r = 0; r < num_runs; r++) {
-      if (run_ends[r] <= covered[w]) continue;
-      double awaited_s = landed[run_units[r]] + s_per_token[w] * least(run_behind[r], weighted[w]);
-      if (awaited_s > end_s[w]) end_s[w] = awaited_s;
+/* A `Schedule` is what a worker does for other requests, as far as it is known: the steps that have room left, with the
+   tokens in them. The worker is idle where a step does not begin at the end of the one before it. */
+typedef struct {
+  double free_s, *begin_s, *end_s, *tokens;
+  int64_t num;
+} Schedule;
+
+/* Fills the schedule of a worker, whose arrays have room for one step more than the worker has entries. */
+static void fill_schedule(Schedule *plan, const Workers *all, int64_t w, double now, const Steps *steps, double ahead,
+                          double decode_s) {
+  double at_s = plan->free_s, left = ahead;
+  int64_t next = 0, num_due = (int64_t)all->num_awaited[w];
+  plan->num = 0;
+  for (;;) {
+    for (; next < num_due && due_s(all, w, next, now) <= at_s; next++) left += due_tokens(all, w, next);
+    if (left >= steps->room) {
+      double num_full = floor(left / steps->room);
+      at_s += num_full * steps->full_s;
+      left -= num_full * steps->room;
+    } else if (left > 0.0) {
+      plan->begin_s[plan->num] = at_s;
+      plan->tokens[plan->num] = left;
+      at_s += steps->step_s + steps->s_per_token * left;
+      plan->end_s[plan->num++] = at_s;
+      left = 0.0;
+    } else if (next < num_due) {
+      at_s = due_s(all, w, next, now) + 0.5 * decode_s;
+    } else {
+      break;
     }
+  }
+}
+
+/* Returns when tokens that become computable at `at_s` are as good as begun: when their step begins, and what it spends on
+   other requests. */
+static double joined_s(const Schedule *plan, const Steps *steps, double decode_s, double at_s, double num_tokens) {
+  double free_s = plan->free_s;
+  for (int64_t k = 0; k < plan->num; k++) {
+    if (at_s <= plan->begin_s[k]) {
+      if (at_s > free_s || plan->begin_s[k] > free_s) break; /* The worker is idle before this step. */
+      double num_more = before_last(steps, plan->tokens[k] + num_tokens) - before_last(steps, num_tokens);
+      return plan->begin_s[k] + steps->s_per_token * plan->tokens[k] + steps->step_s * num_more;
+    }
+    free_s = plan->end_s[k];
+  }
+  return at_s > free_s ? at_s + 0.5 * decode_s : free_s;
+}
+
+/* Raises `end_s`, the end of a worker's prefill, where the landings of the units permit no earlier end. Runs are those of
+   placeholders, in any order; one without a unit decides nothing. */
+static void await_landings(const Workers *all, double now, const Times *times, int64_t w, const double *landings_s,
+                           int64_t num_runs, const int64_t *run_units, const double *run_ends, const double *run_behind,
+                           double *end_s) {
+  double begins_s[all->max_awaited + 1], ends_s[all->max_awaited + 1], in_steps[all->max_awaited + 1];
+  double step_s = times->last_s[w], s_per_token = all->per_token_s[w], room = times->room[w];
+  Steps steps = {step_s, s_per_token, room, most(step_s + s_per_token * room, 1e-12)};
+  Schedule plan = {times->free_s[w], begins_s, ends_s, in_steps, -1};
+  for (int64_t r = 0; r < num_runs; r++) {
+    if (run_units[r] < 0 || run_ends[r] <= times->covered[w]) continue;
+    double behind = least(run_behind[r], times->weighted[w]), own_s = times->s_per_token[w] * behind;
+    if (plan.num < 0) fill_schedule(&plan, all, w, now, &steps, times->ahead[w], times->decode_s[w]);
+    double awaited_s = joined_s(&plan, &steps, times->decode_s[w], landings_s[run_units[r]], behind) + own_s;
+    if (awaited_s > *end_s) *end_s = awaited_s;
   }
 }
 

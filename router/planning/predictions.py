@@ -9,6 +9,11 @@ step with other requests:
     at the report      the queue ahead begins with a step that it fills
     since the report   as many steps have begun as fit in that time; tokens in them are no longer ahead
     dispatched since   is behind that queue, and joins when this request does
+    awaits features    joins when its features land, as far as this router knows when that is
+
+Of the running step, a worker reports when it should end, if that step computes prompt tokens. Tokens of this request
+that wait for features meet the same steps when their features land: they wait for the end of the step that runs then,
+and share the next one with what other requests have there.
 
 Scarce resources (places in a step, KV blocks) become free as sequences end; until then the requests ahead continue. A
 silent worker (`member_columns`) has done what it could do since its last report, counts all that this router has open
@@ -23,13 +28,14 @@ compiler, and a test holds the two equal. They know nothing of media, of links, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from fabric.contracts import NUM_BINS
-from router.planning.member_columns import EncoderColumns, Floats, WorkerColumns
+from router.planning.member_columns import MAX_AWAITED, EncoderColumns, Floats, WorkerColumns
 
 # ------------------------------------------------------------ what is asked and answered
 
@@ -42,9 +48,11 @@ class RequestSize(NamedTuple):
     """This is the context at which a token's attention costs as much as the rest of the token."""
     depths: npt.NDArray[np.int32]
     """Counts the leading blocks of the prompt that each worker's KV holds. Has shape `(slots,)`."""
-    promised_tokens: Floats | None
+    promised_tokens: Floats | None = None
     """Counts the leading tokens of the prompt that each worker has or computes for another request; None if no request
     in flight begins like this one. Has shape `(slots,)`."""
+    num_text_first: float = np.inf
+    """Counts the tokens ahead of the first medium."""
 
 
 class WorkerTimes(NamedTuple):
@@ -72,6 +80,14 @@ class WorkerTimes(NamedTuple):
     """This is the cost of the last step, without its prompt tokens."""
     start_s: Floats
     """This is `queue_s` + `shared_s`."""
+    free_s: Floats
+    """This is the time until the running step ends, or 0."""
+    ahead: Floats
+    """Counts the weighted tokens that are ahead of the request at that time."""
+    room: Floats
+    """Counts the prompt tokens that fit in one step."""
+    decode_s: Floats
+    """This is the time of a step that only decodes; 0 where no sequence decodes."""
 
 
 class DeviceWaits(NamedTuple):
@@ -111,22 +127,119 @@ def worker_times(workers: WorkerColumns, size: RequestSize, now: float, stale_af
         covered = np.maximum(held, np.floor(promised / block_size) * block_size * is_known)
     missing = num_tokens - covered
     weighted = missing * (1.0 + (covered + 0.5 * missing) / size.scale_tokens)
-    need = _Need(missing, weighted, np.ceil(num_tokens / block_size) - num_blocks)
+    num_first = np.maximum(min(size.num_text_first, num_tokens) - covered, 0.0)
+    need = _Need(missing, weighted, np.ceil(num_tokens / block_size) - num_blocks, num_first, now)
     queue_s, shared_s, s_per_token = _starts(workers, queues, need)
     own_s = s_per_token * weighted
     start_s = queue_s + shared_s
-    return WorkerTimes(held, covered, weighted, own_s, queue_s, shared_s, s_per_token, queues.step_s, start_s)
+    free_s = queues.free_s if queues.silence_s is None else queues.free_s + queues.silence_s
+    decode_s = queues.step_s * (queues.num_decoding > 0.0)
+    shares = (held, covered, weighted, own_s, queue_s, shared_s, s_per_token)
+    return WorkerTimes(*shares, queues.step_s, start_s, free_s, queues.ahead, queues.room, decode_s)
 
 
 def await_landings(
-    times: WorkerTimes, landings_s: Floats, row_of_worker: npt.NDArray[np.int64], runs: MediaRuns, end_s: Floats
+    workers: WorkerColumns,
+    times: WorkerTimes,
+    now: float,
+    landings_s: Floats,
+    row_of_worker: npt.NDArray[np.int64],
+    runs: MediaRuns,
+    end_s: Floats,
+    slots: range | None = None,
 ) -> None:
     """Raises `end_s`, the end of each worker's prefill, where the landings permit no earlier end. `landings_s` has
-    shape `(rows, units)`; the row of each worker's slot is in `row_of_worker`."""
-    landed_s = landings_s[:, runs.unit][row_of_worker]
-    awaited_s = landed_s + times.s_per_token[:, None] * np.minimum(runs.behind, times.weighted[:, None])
-    awaited_s[runs.end <= times.covered[:, None]] = -np.inf
-    np.maximum(end_s, awaited_s.max(axis=1), out=end_s)
+    shape `(rows, units)`; the row of each worker's slot is in `row_of_worker`. Only the workers of `slots` are looked
+    at."""
+    due_s, tokens = _awaited(workers, now)
+    behind = np.minimum(runs.behind, times.weighted[:, None])
+    own_s, is_missing = times.s_per_token[:, None] * behind, runs.end > times.covered[:, None]
+    for slot in range(len(end_s)) if slots is None else slots:
+        row = landings_s[row_of_worker[slot]]
+        schedule = WorkerSchedule.of(
+            float(times.free_s[slot]),
+            float(times.ahead[slot]),
+            (float(times.last_s[slot]), float(workers.per_token_s[slot]), float(times.room[slot])),
+            float(times.decode_s[slot]),
+            [(float(at_s), float(num)) for at_s, num in zip(due_s[:, slot], tokens[:, slot], strict=True) if num],
+        )
+        for number in np.flatnonzero(is_missing[slot]):
+            joined_s = schedule.joined_s(float(row[runs.unit[number]]), float(behind[slot, number]))
+            end_s[slot] = max(end_s[slot], joined_s + own_s[slot, number])
+
+
+class KnownStep(NamedTuple):
+    """A `KnownStep` is a step of a worker that has room left."""
+
+    begin_s: float
+    end_s: float
+    num_tokens: float
+
+
+class WorkerSchedule(NamedTuple):
+    """A `WorkerSchedule` is what a worker does for other requests, as far as it is known. The worker is idle where a
+    step does not begin at the end of the one before it."""
+
+    free_s: float
+    step_s: float
+    s_per_token: float
+    room: float
+    decode_s: float
+    steps: list[KnownStep]
+
+    @classmethod
+    def of(
+        cls,
+        free_s: float,
+        ahead: float,
+        pace: tuple[float, float, float],
+        decode_s: float,
+        awaited: Sequence[tuple[float, float]],
+    ) -> WorkerSchedule:
+        """Returns the schedule of a worker that is free at `free_s` and then has `ahead` tokens to compute. `pace`
+        holds the time of a step without tokens, that of a token, and the tokens that fit in a step; `awaited` holds
+        when
+        more tokens become computable, and how many."""
+        step_s, s_per_token, room = pace
+        at_s, left, next_one = free_s, ahead, 0
+        steps: list[KnownStep] = []
+        while True:
+            while next_one < len(awaited) and awaited[next_one][0] <= at_s:
+                left += awaited[next_one][1]
+                next_one += 1
+            if left >= room:
+                num_full = left // room
+                at_s += num_full * max(step_s + s_per_token * room, 1e-12)
+                left -= num_full * room
+            elif left > 0.0:
+                steps.append(KnownStep(at_s, at_s + (step_s + s_per_token * left), left))
+                at_s, left = steps[-1].end_s, 0.0
+            elif next_one < len(awaited):
+                at_s = awaited[next_one][0] + 0.5 * decode_s
+            else:
+                return cls(free_s, step_s, s_per_token, room, decode_s, steps)
+
+    def joined_s(self, at_s: float, num_tokens: float) -> float:
+        """Returns when tokens that become computable at `at_s` are as good as begun: when their step begins, and what
+        it spends on other requests."""
+        free_s = self.free_s
+        for step in self.steps:
+            if at_s <= step.begin_s:
+                if at_s > free_s or step.begin_s > free_s:
+                    break  # The worker is idle before this step.
+                num_more = (step.num_tokens + num_tokens - 1.0) // self.room - (num_tokens - 1.0) // self.room
+                return step.begin_s + self.s_per_token * step.num_tokens + self.step_s * num_more
+            free_s = step.end_s
+        return at_s + 0.5 * self.decode_s if at_s > free_s else free_s
+
+
+def _awaited(workers: WorkerColumns, now: float) -> tuple[Floats, Floats]:
+    """Returns when, from now, tokens of other requests become computable, and how many these are. Both have shape
+    `(MAX_AWAITED, slots)`."""
+    num = len(workers)
+    due_s = np.maximum(workers.awaited[:MAX_AWAITED, :num] - now, 0.0)
+    is_used = np.arange(MAX_AWAITED)[:, None] < workers.num_awaited[:num]
+    return due_s, workers.awaited[MAX_AWAITED:, :num] * is_used
 
 
 def device_waits(encoders: EncoderColumns, now: float, stale_after_s: float, priority: int) -> DeviceWaits:
@@ -170,6 +283,9 @@ class _Queues(NamedTuple):
     """Holds the time until the first step begins that has room for a part of the request."""
     num_shared: Floats
     """Counts the weighted tokens of other requests in that step."""
+    free_s: Floats
+    ahead: Floats
+    num_decoding: Floats
     silence_s: Floats | None
     """Holds the time for which a silent worker counts as busy; None if no worker is silent."""
 
@@ -193,13 +309,17 @@ class _Need(NamedTuple):
     weighted_tokens: Floats
     num_blocks: Floats
     """Counts the KV blocks that the request takes."""
+    num_first: Floats
+    """Counts the tokens ahead of the first medium."""
+    now: float
 
 
 def _worker_queues(workers: WorkerColumns, now: float, stale_after_s: float) -> _Queues:
     """Returns what is ahead of a request that arrives now."""
     num = len(workers)
     silence_s = workers.silence_s(now, stale_after_s)
-    queued, age_s = workers.queued_tokens[:num], np.maximum(now - workers.report_at_s[:num], 0.0)
+    queued = workers.queued_tokens[:num]
+    age_s = np.maximum(now - workers.report_at_s[:num], 0.0) - workers.step_left_s[:num]
     num_decoding = workers.num_decoding[:num]
     pending, num_pending = workers.pending_units[:num], workers.num_pending[:num]
     if silence_s is not None:
@@ -211,20 +331,24 @@ def _worker_queues(workers: WorkerColumns, now: float, stale_after_s: float) -> 
     step_s = workers.base_s[:num] + workers.decode_s() * num_decoding
     room = np.maximum(1.0, workers.max_step_tokens[:num] - num_decoding)
     full_s = np.maximum(step_s + s_per_token * room, 1e-12)
-    queues = _Queues(step_s, s_per_token, room, full_s, step_s, step_s, silence_s)
     # The queue of the report, as far as the steps since have not taken it.
-    work_s = queues.seconds(queued)
+    num_full = np.floor(queued / room)
+    rest = queued - num_full * room
+    work_s = num_full * full_s + (rest > 0.0) * (step_s + s_per_token * rest)
     num_begun = np.floor(age_s / full_s) + 1.0
     num_left = np.maximum(queued - num_begun * room, 0.0)
-    is_working = (queued > 0.0) & (age_s < work_s)
+    is_in_step = age_s < 0.0  # The step that ran at the report has not ended.
+    is_working = (queued > 0.0) & (age_s < work_s) | is_in_step
     # An idle engine began with the first pending attempt at once; how long ago that was is not known.
     first = np.minimum(pending / np.maximum(num_pending, 1.0), room) * ~(is_working | (num_decoding > 0.0))
     guess_s = 0.5 * (step_s * ((num_decoding > 0.0) | (first > 0.0)) + s_per_token * first)
-    end_s = np.where(num_left > 0.0, num_begun * full_s, work_s) - age_s
+    num_left = np.where(is_in_step, queued, num_left)
+    end_s = np.where(is_in_step, 0.0, np.where(num_left > 0.0, num_begun * full_s, work_s)) - age_s
     remaining_s = np.where(is_working, end_s, guess_s)
     ahead = pending - first + num_left * is_working
     num_full = np.floor(ahead / room)
-    return queues._replace(begin_s=remaining_s + num_full * full_s, num_shared=ahead - num_full * room)
+    begin_s, num_shared = remaining_s + num_full * full_s, ahead - num_full * room
+    return _Queues(step_s, s_per_token, room, full_s, begin_s, num_shared, remaining_s, ahead, num_decoding, silence_s)
 
 
 def _starts(workers: WorkerColumns, queues: _Queues, need: _Need) -> tuple[Floats, Floats, Floats]:
@@ -242,9 +366,17 @@ def _starts(workers: WorkerColumns, queues: _Queues, need: _Need) -> tuple[Float
         free_s = np.maximum(free_s, lacking / np.where(is_freed, blocks_per_s, 1.0) * is_freed)
         # A worker without a rate makes room by giving up blocks that it must compute again.
         begin_s = begin_s + queues.seconds(lacking * workers.block_size[:num]) * ~is_freed
+    # What has landed for others by then fills the step that computes the last token ahead of the first medium.
+    num_first = need.num_first + queues.num_shared
+    num_before = np.maximum(queues.num_before_last(num_first), 0.0)
+    due_s, tokens = _awaited(workers, need.now)
+    num_landed = (tokens * (due_s <= np.maximum(begin_s, free_s) + num_before * queues.full_s)).sum(axis=0)
+    if queues.silence_s is not None:
+        num_landed = num_landed * (queues.silence_s == 0.0)
+    num_beside = np.minimum(num_landed, queues.room - (num_first - num_before * queues.room))
     own_steps = queues.num_before_last(need.num_tokens)
     num_more = queues.num_before_last(queues.num_shared + need.num_tokens) - own_steps
-    shared_s = queues.s_per_token * queues.num_shared + queues.step_s * num_more
+    shared_s = queues.s_per_token * (queues.num_shared + num_beside) + queues.step_s * num_more
     queue_s = np.maximum(begin_s, free_s)
     # If the request waits for another resource, the worker computes the work ahead meanwhile.
     shared_s = np.maximum(begin_s + shared_s - queue_s, 0.0)

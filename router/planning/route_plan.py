@@ -193,13 +193,18 @@ class RouteSearch:
         if not is_usable.any():
             raise NoCapacity("no worker is available")
         size = RequestSize(
-            query.token_count, self._columns.context_scale_tokens, self._hints.depths, self._hints.promised_tokens
+            query.token_count,
+            self._columns.context_scale_tokens,
+            self._hints.depths,
+            self._hints.promised_tokens,
+            prompt.num_text_first,
         )
         times = worker_times(workers, size, self._now, self._settings.stale_after_s)
         end_s, landed = times.start_s + times.own_s, None
         if prompt.last_media_end > 0 and (times.held[is_usable] < prompt.last_media_end).any():
             landed = self._land(times.held)
-            await_landings(times, landed.rows.landings_s, landed.row_of_worker, landed.media.runs, end_s)
+            rows, row_of_worker = landed.rows.landings_s, landed.row_of_worker
+            await_landings(workers, times, self._now, rows, row_of_worker, landed.media.runs, end_s)
             is_usable = is_usable & landed.is_possible
             if not is_usable.any():
                 raise self._no_encoder(landed.media)
@@ -267,7 +272,12 @@ class RouteSearch:
         goal = LandingGoal(least_s, float(times.s_per_token[slot]), landed.behind(times, slot))
         row = landed.row_of_worker[slot]
         classes, lacks, encoders = landed.classes[row], landed.lacks[row], landed.rows.encoders[row]
-        return improve(landed.problem, classes, lacks, encoders, goal)
+        found = improve(landed.problem, classes, lacks, encoders, goal)
+        end_s = np.full(len(scores.ttft_s), least_s)
+        landings_s, rows = found.landings_s[None, :], np.zeros(len(end_s), np.int64)
+        slots = range(slot, slot + 1)
+        await_landings(self._columns.workers, times, self._now, landings_s, rows, landed.media.runs, end_s, slots)
+        return found._replace(end_s=float(end_s[slot]))
 
     def _best_improved(
         self, scores: WorkerScores, winner: int, best: Improved, others: Sequence[int]
@@ -550,6 +560,8 @@ class ScoredPrompt(NamedTuple):
     item_to_end: Mapping[int, int]
     """Maps `MediaItem.index` to the end of the medium's last run."""
     last_media_end: int
+    num_text_first: int
+    """Counts the tokens ahead of the first medium."""
 
 
 def _cut(query: RouteQuery) -> ScoredPrompt:
@@ -557,4 +569,5 @@ def _cut(query: RouteQuery) -> ScoredPrompt:
     for run in query.placeholders:
         if run.length > 0:
             item_to_end[run.item] = run.end
-    return ScoredPrompt(item_to_end, max(item_to_end.values(), default=0))
+    num_text_first = next((run.offset for run in query.placeholders if run.length > 0), query.token_count)
+    return ScoredPrompt(item_to_end, max(item_to_end.values(), default=0), num_text_first)

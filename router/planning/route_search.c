@@ -106,13 +106,14 @@ static Media cut(const Question *q, const int64_t *numbers) {
 /* Takes the memory of everything that has to do with workers. Returns 0 if there is not enough. */
 static int open_workers(Search *s, Memory *memory) {
   int64_t num = s->workers->num;
-  double *times = take(memory, 9 * num, sizeof(double));
+  int64_t num_times = (int64_t)(sizeof(Times) / sizeof(double *));
+  double *times = take(memory, num_times * num, sizeof(double));
   s->end_s = take(memory, num, sizeof(double));
   s->ttft_s = take(memory, num, sizeof(double));
   s->choice_s = take(memory, num, sizeof(double));
   s->is_usable = take(memory, num, 1);
   double **arrays = (double **)&s->times;
-  for (int64_t k = 0; times && k < 9; k++) arrays[k] = times + k * num;
+  for (int64_t k = 0; times && k < num_times; k++) arrays[k] = times + k * num;
   return memory->used <= memory->size;
 }
 
@@ -278,11 +279,8 @@ static void evaluate(Search *s, int64_t w) {
   if (s->is_landed) {
     int64_t row = s->row_of_worker[w] = find_row(s, w);
     const double *landed = s->row_landings_s + row * s->problem.num_units;
-    for (int64_t r = 0; r < q->num_runs; r++) {
-      if (s->run_units[r] == NONE || s->run_ends[r] <= t->covered[w]) continue;
-      double awaited_s = landed[s->run_units[r]] + t->s_per_token[w] * least(s->run_behind[r], t->weighted[w]);
-      if (awaited_s > s->end_s[w]) s->end_s[w] = awaited_s;
-    }
+    await_landings(s->workers, q->request.now, t, w, landed, q->num_runs, s->run_units, s->run_ends, s->run_behind,
+                   &s->end_s[w]);
   }
   s->ttft_s[w] = s->end_s[w] + t->last_s[w] + s->workers->delivery_s[w];
   s->choice_s[w] = s->ttft_s[w] + released_s(s, w);
@@ -387,8 +385,11 @@ static void fill(const Search *s, int64_t w, int is_improved, double *behind, Ca
   if (is_improved) {
     double least_s = s->times.start_s[w] + s->times.own_s[w];
     find_behind(s, w, behind);
-    found->end_s = improve(p, s->offers, classes, lacks, least_s, s->times.s_per_token[w], behind,
-                           s->q->choice.max_trials, found->encoders, found->landings_s, found->stages);
+    improve(p, s->offers, classes, lacks, least_s, s->times.s_per_token[w], behind, s->q->choice.max_trials,
+            found->encoders, found->landings_s, found->stages);
+    found->end_s = least_s; /* The search counts with the landings alone, and the end with the worker's steps. */
+    await_landings(s->workers, s->q->request.now, &s->times, w, found->landings_s, s->q->num_runs, s->run_units,
+                   s->run_ends, s->run_behind, &found->end_s);
   } else {
     land(p, classes, found->encoders, found->landings_s, found->stages);
   }

@@ -139,6 +139,8 @@ class RequestRun:
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
         self._turn.token_arrived()
         if choice.num_tokens > before:
+            if not before:
+                self._context.cluster.note_first_token(attempt.attempt_id)
             self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:
             self.stream.write(frame.choice, text)

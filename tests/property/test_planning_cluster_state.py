@@ -3,6 +3,7 @@
 
 import random
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -38,6 +39,7 @@ from fabric.contracts import (
 )
 from fabric.contracts.messages import BlocksCleared
 from router.planning import ClusterState, RoutePlan, RouteQuery
+from router.planning.member_columns import MAX_AWAITED
 
 WORKERS = ["w0", "w1", "w2"]
 ENCODERS = ["e0", "e1"]
@@ -87,12 +89,24 @@ class AnyOrder(RuleBasedStateMachine):
         used=counts,
         rate=rates,
         acks=st.booleans(),
+        barred=counts,
+        left_s=st.sampled_from([0.0, 0.3]),
     )
     def report_worker(
-        self, name: MemberId, seq: int, queued: int, total: int, used: int, rate: float, acks: bool
+        self,
+        name: MemberId,
+        seq: int,
+        queued: int,
+        total: int,
+        used: int,
+        rate: float,
+        acks: bool,
+        barred: int,
+        left_s: float,
     ) -> None:
         acknowledged = tuple(request.attempt_id for request, _ in self.open.values()) if acks else ()
         fields = {"queued_tokens": queued, "kv_blocks_total": total, "kv_blocks_used": used}
+        fields |= {"behind_weighted_tokens": barred, "step_left_s": left_s}
         report = worker_report(name, seq, prefill_s_per_token=rate, acknowledged=acknowledged, **fields)
         assert set(self.state.apply(report, self.now)) <= {name}
 
@@ -151,6 +165,12 @@ class AnyOrder(RuleBasedStateMachine):
 
     @precondition(lambda self: bool(getattr(self, "open", None)))
     @rule(number=st.integers(0, 99))
+    def first_token(self, number: int) -> None:
+        name = sorted(self.open)[number % len(self.open)]
+        self.state.note_first_token(self.open[name][0].attempt_id)
+
+    @precondition(lambda self: bool(getattr(self, "open", None)))
+    @rule(number=st.integers(0, 99))
     def end(self, number: int) -> None:
         name = sorted(self.open)[number % len(self.open)]
         self.state.note_ended(self.open.pop(name)[0].attempt_id)
@@ -160,6 +180,10 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         self.state.check_invariants()
+        workers = self.state.columns(self.now).workers
+        for slot, num in enumerate(workers.num_awaited.astype(int)):
+            assert (np.diff(workers.awaited[:num, slot]) >= 0.0).all()
+            assert (workers.awaited[MAX_AWAITED : MAX_AWAITED + num, slot] > 0.0).all()
         views = views_of(self.state, LONG, self.now).workers
         assert sum(view.num_open for view in views) <= len(self.open)
 
@@ -173,6 +197,7 @@ class AnyOrder(RuleBasedStateMachine):
         pending = self.state.columns(self.now).encoders.pending_profiles
         assert not pending.any()
         assert all(each.num_open.sum() == each.open_units.sum() == 0 for each in self.state.columns(self.now)[:2])
+        assert not self.state.columns(self.now).workers.num_awaited.any()
 
 
 def _parts() -> tuple[int | MediaItem, ...]:

@@ -50,6 +50,13 @@ workers = st.builds(
     kv_blocks_per_s=st.just(0.0) | st.floats(0.1, 1e3),
     kept=st.frozensets(st.sampled_from([MmHash(digit * 32) for digit in "abcd"]), max_size=1),
 )
+awaiting_workers = st.builds(
+    lambda spec, **fields: spec._replace(**fields),
+    workers,
+    step_left_s=st.just(0.0) | seconds,
+    report_age_s=st.just(0.0) | seconds,
+    awaited=st.lists(st.tuples(seconds, st.floats(1.0, 500.0)), max_size=6).map(lambda pairs: tuple(sorted(pairs))),
+)
 encoders = st.builds(
     lambda name, **fields: encoder(name, **fields),
     st.just("e"),
@@ -80,10 +87,10 @@ def queries(draw: st.DrawFn, max_items: int = 3) -> RouteQuery:
 
 
 @st.composite
-def clusters(draw: st.DrawFn) -> Cluster:
+def clusters(draw: st.DrawFn, specs: st.SearchStrategy[WorkerSpec] = workers) -> Cluster:
     views = [
         view._replace(worker_id=f"w{number}")
-        for number, view in enumerate(draw(st.lists(workers, min_size=1, max_size=5)))
+        for number, view in enumerate(draw(st.lists(specs, min_size=1, max_size=5)))
     ]
     makers = [
         view._replace(encoder_id=f"e{number}") for number, view in enumerate(draw(st.lists(encoders, max_size=3)))
@@ -144,7 +151,7 @@ def tolerance_s(plan: RoutePlan, state: Cluster) -> float:
 
 
 @settings(deadline=None, max_examples=150)
-@given(queries(), clusters())
+@given(queries(), clusters() | clusters(awaiting_workers))
 def test_predictions_equal_those_of_the_reference(request_: RouteQuery, state: Cluster) -> None:
     """The reference walks over the prompt of the chosen worker, with the chosen encoders."""
     plan = planned(request_, state)
@@ -179,7 +186,7 @@ def test_no_choice_of_a_worker_and_its_encoders_is_much_better(request_: RouteQu
 def unsettled_searches(draw: st.DrawFn) -> RouteSearch:
     """Returns searches in clusters in which anything may be: members are silent, unknown, excluded or barred, queues
     are too long for affinity, features and prompts are on their way, and the plan may explore."""
-    request, state = draw(queries(max_items=5)), draw(clusters())
+    request, state = draw(queries(max_items=5)), draw(clusters() | clusters(awaiting_workers))
     names = [view.worker_id for view in state.workers] + [view.encoder_id for view in state.encoders]
     excluded = draw(st.frozensets(st.sampled_from(names), max_size=2))
     request = replace(request, excluded=excluded, priority=draw(st.sampled_from([0, 0, -1, 1])))
@@ -300,7 +307,7 @@ def test_of_many_members_too_the_plans_are_the_same(
 
 
 @settings(deadline=None, max_examples=150)
-@given(queries(), clusters())
+@given(queries(), clusters() | clusters(awaiting_workers))
 def test_bounds_are_bounds_and_terms_sum_to_the_score(request_: RouteQuery, state: Cluster) -> None:
     plan = planned(request_, state)
     assert 0.0 < plan.lower_bound_s <= plan.predicted_ttft_s

@@ -25,6 +25,8 @@ class PlacementNeed(NamedTuple):
     weighted_tokens: float
     num_blocks: int
     """Counts the KV blocks that the request takes."""
+    num_first: int
+    """Counts the tokens ahead of the first medium."""
 
 
 class Waiting(NamedTuple):
@@ -50,6 +52,7 @@ def waiting(worker: WorkerSpec, need: PlacementNeed, block_size: int) -> Waiting
         at the report      the queue ahead begins with a step that it fills
         since the report   as many steps have begun as fit in that time; tokens in them are no longer ahead
         dispatched since   is behind that queue, and joins when this request does
+        awaits features    joins when its features land, in the room that is left
 
     Scarce resources (places in a step, KV blocks) become free as sequences end; until then the requests ahead
     continue."""
@@ -65,10 +68,41 @@ def waiting(worker: WorkerSpec, need: PlacementNeed, block_size: int) -> Waiting
         else:  # The worker makes room by giving up blocks that it must compute again.
             begin_s += steps.seconds(num_lacking * block_size)
     num_more = steps.num_before_last(num_shared + need.num_tokens) - steps.num_before_last(need.num_tokens)
-    shared_s = steps.s_per_token * num_shared + steps.step_s * num_more
+    # The step with the last token ahead of the first medium takes others too, whose features have landed by then.
+    num_first = num_shared + need.num_first
+    num_before = max(steps.num_before_last(num_first), 0.0)
+    last_begin_s = max(begin_s, free_s) + num_before * steps.full_s
+    num_landed = sum(num for due_s, num in worker.awaited if due_s <= last_begin_s)
+    num_beside = min(num_landed, steps.room - (num_first - num_before * steps.room))
+    shared_s = steps.s_per_token * (num_shared + num_beside) + steps.step_s * num_more
     queue_s = max(begin_s, free_s)
     # If the request waits for another resource, the worker computes the work ahead meanwhile.
     return Waiting(queue_s, max(0.0, begin_s + shared_s - queue_s), steps.pace(need))
+
+
+def joined_s(worker: WorkerSpec, at_s: float, num_tokens: float) -> float:
+    """Returns when tokens that become computable at `at_s` are as good as begun: when the next step begins, and what it
+    spends on other requests. It walks over the worker's steps, one by one."""
+    steps = _steps(worker, worker.num_decoding)
+    now_s, left = _running_step(worker, steps)
+    due = list(worker.awaited)
+    half_s = 0.5 * steps.step_s if worker.num_decoding else 0.0
+    while True:
+        while due and due[0][0] <= now_s:
+            left += due.pop(0)[1]
+        if left >= steps.room:
+            now_s, left = now_s + steps.full_s, left - steps.room
+        elif left > 0.0:
+            if at_s <= now_s:
+                num_more = steps.num_before_last(left + num_tokens) - steps.num_before_last(num_tokens)
+                return now_s + steps.s_per_token * left + steps.step_s * num_more
+            now_s, left = now_s + steps.step_s + steps.s_per_token * left, 0.0
+        elif at_s <= now_s:
+            return now_s
+        elif not due or at_s <= due[0][0] + half_s:
+            return at_s + half_s
+        else:
+            now_s = due[0][0] + half_s
 
 
 def idle_pace(worker: WorkerSpec, need: PlacementNeed) -> Line:
@@ -119,7 +153,9 @@ def _steps(worker: WorkerSpec, num_decoding: int) -> _Steps:
 def _running_step(worker: WorkerSpec, steps: _Steps) -> tuple[float, float]:
     """Returns the seconds until the running step has ended, and the weighted tokens that are ahead of the request at
     that time."""
-    queued, pending, age_s = worker.queued_tokens, worker.pending_tokens, worker.report_age_s
+    queued, pending, age_s = worker.queued_tokens, worker.pending_tokens, worker.report_age_s - worker.step_left_s
+    if age_s < 0.0:  # The step that ran at the report has not ended.
+        return -age_s, pending + queued
     if queued and age_s < (work_s := steps.seconds(queued)):
         num_begun = age_s // steps.full_s + 1.0
         is_last = num_begun * steps.room >= queued
@@ -211,7 +247,8 @@ def score(request: RouteQuery, cluster: Cluster, worker: WorkerSpec, encoders: S
     covered, scale = covered_tokens(worker, request.token_count), cluster.context_scale_tokens
     num_tokens = request.token_count - covered
     num_blocks = -(-request.token_count // BLOCK_SIZE) - covered // BLOCK_SIZE
-    need = PlacementNeed(num_tokens, weighted_tokens(num_tokens, covered, scale), num_blocks)
+    num_first = max(next((run.offset for run in request.placeholders), request.token_count) - covered, 0)
+    need = PlacementNeed(num_tokens, weighted_tokens(num_tokens, covered, scale), num_blocks, num_first)
     ahead = waiting(worker, need, BLOCK_SIZE)
     items, rules = lacking(request, worker), LinkRules()
     place = rules.place(worker_member(worker.worker_id, worker.host))
@@ -223,7 +260,10 @@ def score(request: RouteQuery, cluster: Cluster, worker: WorkerSpec, encoders: S
         if end <= covered:
             continue
         if item is not None and item.mm_hash in hash_to_number:
-            now_s = max(now_s, unit_to_landing_s[hash_to_number[item.mm_hash], unit])
+            begin = max(start, covered)
+            behind = weighted_tokens(request.token_count - begin, begin, scale)
+            landing_s = unit_to_landing_s[hash_to_number[item.mm_hash], unit]
+            now_s = max(now_s, joined_s(worker, landing_s, behind))
         begin = max(start, covered)
         now_s += ahead.pace.per_unit_s * weighted_tokens(end - begin, begin, scale)
     return Score(now_s + ahead.pace.base_s, worker, tuple(encoders))

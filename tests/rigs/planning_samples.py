@@ -96,6 +96,10 @@ class WorkerSpec(NamedTuple):
     place_wait_s: float = 0.0
     kv_blocks_per_s: float = 0.0
     kept: frozenset[MmHash] = frozenset()
+    step_left_s: float = 0.0
+    """Holds the rest, at the report, of a step that computes prompt tokens."""
+    awaited: tuple[tuple[float, float], ...] = ()
+    """Holds when other requests' features should land, in seconds from now, and how many tokens wait for them."""
 
 
 class EncoderSpec(NamedTuple):
@@ -186,6 +190,8 @@ def _fill_worker(workers: WorkerColumns, slot: int, spec: WorkerSpec, now: float
     workers.base_s[slot], workers.per_token_s[slot] = spec.prefill
     workers.reported_base_s[slot], workers.reported_decode_s[slot] = spec.prefill.base_s, spec.decode_s
     workers.max_step_tokens[slot] = spec.max_step_tokens or UNLIMITED
+    workers.step_left_s[slot] = spec.step_left_s
+    workers.list_awaited(slot, [(now + due_s, num) for due_s, num in spec.awaited])
     # A sequence stays for a second; so the rates follow from how many there are.
     workers.residence_s[slot] = 1.0
     if spec.place_wait_s:

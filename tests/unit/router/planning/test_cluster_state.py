@@ -46,10 +46,12 @@ from fabric.contracts import (
     PullWindow,
     StageTimes,
     add_work,
+    context_scale_tokens,
+    weighted_tokens,
 )
 from router.planning import ClusterState, PlannerSettings, RoutePlan, RouteQuery, compiled_search
 from router.planning.link_classes import LinkClass
-from router.planning.member_columns import MAX_SILENCE_S
+from router.planning.member_columns import MAX_AWAITED, MAX_SILENCE_S
 from router.planning.plan_types import Line
 
 
@@ -539,3 +541,97 @@ def test_the_same_seed_and_messages_give_the_same_plans() -> None:
         return [route(state, replace(query(100), attempt_id=(f"r{n}", 0))).worker_id for n in range(20)]
 
     assert run() == run()
+
+
+def awaited_at(state: ClusterState, now: float) -> list[tuple[float, float]]:
+    """Returns when tokens that wait for features become computable on the one worker, from `now`, and how many."""
+    workers = state.columns(now).workers
+    num = int(workers.num_awaited[0])
+    moments, tokens = workers.awaited[:num, 0] - now, workers.awaited[MAX_AWAITED : MAX_AWAITED + num, 0]
+    return [(round(at_s, 9), round(each, 6)) for at_s, each in zip(moments.tolist(), tokens.tolist(), strict=True)]
+
+
+def video(index: int, num_units: int, digit: str) -> MediaItem:
+    return msgspec.structs.replace(image(index, cost=1000, digit=digit), unit_tokens=(50,) * num_units)
+
+
+def test_tokens_behind_features_are_ahead_of_others_when_their_features_land() -> None:
+    state = cluster_of(num_encoders=1)
+    request = query(100, video(0, 2, "a"), 30)
+    plan = route(state, request, 10.0)
+    (item,) = plan.explanation.winner.items
+    scale = context_scale_tokens(SHAPE.hidden_size)
+    first, second = weighted_tokens(50, 100, scale), weighted_tokens(80, 150, scale)
+    halfway_s = item.landing_s - item.encode_s / 2
+    expected = [
+        (pytest.approx(halfway_s), pytest.approx(first)),
+        (pytest.approx(item.landing_s), pytest.approx(second)),
+    ]
+    assert awaited_at(state, 10.0) == expected
+    (view,) = views_of(state, query(10), 10.0).workers
+    assert view.pending_tokens == pytest.approx(weighted_tokens(100, 0, scale)), "the rest can't be computed yet"
+    state.apply(worker_report("w0", 1, acknowledged=(request.attempt_id,), behind_weighted_tokens=first + second), 10.0)
+    assert awaited_at(state, 10.0) == expected
+    state.note_first_token(request.attempt_id)
+    assert awaited_at(state, 10.0) == []
+    state.note_ended(request.attempt_id)
+    state.check_invariants()
+
+
+def test_media_that_a_worker_has_are_not_awaited() -> None:
+    state = cluster_of(num_encoders=1)
+    request = query(5 * BLOCK_SIZE, image(0, digit="a"), 30, image(1, digit="b"), 20)
+    knows_prompt(state, "w0", replace(request, scheme_to_hashes={SCHEME: blocks_of(request)[: 16 * 10]}))
+    route(state, request)
+    assert [num for _, num in awaited_at(state, 0.0)] == [pytest.approx(64 + 20, rel=0.05)]
+
+
+def test_a_report_says_which_features_have_landed_and_which_are_late() -> None:
+    state = cluster_of(num_encoders=1)
+    film, picture = query(10, video(0, 4, "a"), attempt="film"), query(10, image(0, digit="b"), attempt="picture")
+    route(state, film, 0.0)
+    route(state, picture, 0.0)
+    before = awaited_at(state, 0.0)
+    assert len(before) == 5
+    total = sum(num for _, num in before)
+    acknowledged = (film.attempt_id, picture.attempt_id)
+    first_s, first = before[0]
+    state.apply(worker_report("w0", 1, acknowledged=acknowledged, behind_weighted_tokens=total - first), first_s)
+    assert awaited_at(state, 0.0) == before[1:], "the first unit has landed in time"
+    second_s = min(at_s for at_s, num in before[1:] if num < 60)
+    state.apply(worker_report("w0", 2, behind_weighted_tokens=total - first), second_s + 0.01)
+    late = awaited_at(state, 0.0)
+    of_film = [at_s for at_s, num in late if num < 60]
+    assert of_film == pytest.approx([at_s + 0.01 for at_s, num in before[1:] if num < 60]), "all others are as late"
+    state.apply(worker_report("w0", 3, behind_weighted_tokens=0.0), second_s + 0.02)
+    assert awaited_at(state, 0.0) == []
+    state.check_invariants()
+
+
+def test_a_report_says_nothing_of_features_of_requests_that_it_does_not_contain() -> None:
+    state = cluster_of(num_encoders=1)
+    route(state, query(10, image(0), 10))
+    before = awaited_at(state, 0.0)
+    state.apply(worker_report("w0", 1, behind_weighted_tokens=0.0), 99.0)
+    assert awaited_at(state, 0.0) == before != []
+
+
+def test_many_moments_become_fewer_and_later_ones() -> None:
+    workers = cluster_of().columns(0.0).workers
+    workers.list_awaited(0, [(float(number), 1.0) for number in range(2 * MAX_AWAITED + 1)])
+    num = int(workers.num_awaited[0])
+    assert workers.awaited[:num, 0].tolist() == [*range(2, 2 * MAX_AWAITED, 3), 2 * MAX_AWAITED][:num]
+    assert workers.awaited[MAX_AWAITED : MAX_AWAITED + num, 0].sum() == 2 * MAX_AWAITED + 1
+    workers.list_awaited(0, [(7.0, 3.0)])
+    assert (workers.num_awaited[0], workers.awaited[0, 0], workers.awaited[MAX_AWAITED, 0]) == (1, 7.0, 3.0)
+
+
+def test_the_running_step_is_waited_for_and_its_tokens_are_no_longer_queued() -> None:
+    state = cluster_of()
+    costs = {"prefill_s_per_token": 1e-3, "step_overhead_s": 0.01, "max_step_tokens": 512}
+    running = {"queued_tokens": 300, "step_weighted_tokens": 300.0, "step_left_s": 0.25}
+    state.apply(worker_report("w0", 1, **costs, **running), 0.0)
+    for now, queue_s in ((0.0, 0.25), (0.1, 0.15), (0.3, 0.0)):
+        terms = state.plan(query(100), now).explanation.winner
+        assert terms.queue_s == pytest.approx(queue_s, abs=1e-6)
+        assert terms.prefill_s == pytest.approx(0.1, rel=0.02)

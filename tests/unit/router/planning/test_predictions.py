@@ -4,11 +4,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from planning_samples import BLOCK_SIZE, PREFILL, WorkerSpec, snapshot, worker
+from planning_samples import BLOCK_SIZE, PREFILL, WorkerSpec, encoder, snapshot, worker
 
 from router.planning.member_columns import idle_pace
 from router.planning.plan_types import Line
-from router.planning.predictions import RequestSize, worker_times
+from router.planning.predictions import MediaRuns, RequestSize, await_landings, worker_times
 
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}
@@ -142,3 +142,31 @@ def test_without_a_limit_all_fits_in_one_step() -> None:
     found = waiting(worker("w", queued_tokens=5000), NEED)
     assert found.queue_s == pytest.approx(PREFILL.at(5000))
     assert found.pace == pytest.approx(PREFILL)
+
+
+def test_features_that_land_for_others_fill_the_step_that_a_request_joins() -> None:
+    landing = ((0.5 * FULL_S, 20.0), (0.9 * FULL_S, 30.0), (1.1 * FULL_S, 40.0))
+    found = of(queued_tokens=100, awaited=landing)
+    assert found.queue_s == pytest.approx(FULL_S)
+    assert found.shared_s == pytest.approx(36 * PREFILL.per_unit_s), "64 tokens leave room for 36 of the 50"
+    assert of(awaited=landing) == of(), "none has landed when an idle worker begins"
+
+
+def test_features_wait_for_the_running_step_and_share_the_next_one() -> None:
+    """A step runs for 0.3 s; 20 tokens are queued, and 30 tokens of another request can be computed after 0.2 s."""
+    fields = {"step_left_s": 0.3, "queued_tokens": 20, "awaited": ((0.2, 30.0), (1.0, 40.0))}
+    state = snapshot([worker("w", **STEP, **fields)], [encoder("e")])
+    workers = state.columns(0.0).workers
+    times = worker_times(workers, RequestSize(64, float("inf"), np.zeros(1, np.int32)), 0.0, 1e9)
+    second_s = 0.3 + PREFILL.at(50)
+    runs = MediaRuns(np.zeros(1, np.int64), np.array([64.0]), np.array([10.0]))
+
+    def end_s(landing_s: float) -> float:
+        ends_s, rows = np.zeros(1), np.zeros(1, np.int64)
+        await_landings(workers, times, 0.0, np.array([[landing_s]]), rows, runs, ends_s)
+        return float(ends_s[0]) - 10 * PREFILL.per_unit_s
+
+    assert end_s(0.1) == end_s(0.3) == pytest.approx(0.3 + 50 * PREFILL.per_unit_s)
+    assert end_s(0.31) == pytest.approx(second_s), "it has missed the second step"
+    assert end_s(0.7) == pytest.approx(0.7), "the worker is idle"
+    assert end_s(1.01) == pytest.approx(1.0 + PREFILL.at(40)), "a third step has begun"
