@@ -163,6 +163,7 @@ class Engine:
             work = self._scheduler.work(plan)
             if work.weighted_tokens:
                 update.begun_work = work
+                update.needed.extend(self._scheduler.drain_needed())
                 self._publish(update)
                 update = Update()
             self._step(plan, started_s, update)

@@ -94,6 +94,7 @@ class World:
 
     def land(self, unit: UnitKey) -> None:
         """Lands the unit if it is needed; the service, too, pulls only what is needed."""
+        self._ask_for_needed()
         if self.scheduler.needs_unit(unit) and unit not in self.fake.features:
             self.fake.features.add(unit)
             attempt = self.store.attempts_of(unit)[0]
@@ -210,11 +211,7 @@ class World:
         plan = self.scheduler.plan_step()
         assert plan.num_tokens <= self.config.max_step_tokens
         assert len(plan.chunks) <= self.config.max_sequences
-        for need in self.scheduler.drain_needed():
-            assert need.sequence_id in self.live
-            assert need.unit not in self.fake.features
-            self.asked_for.add((need.sequence_id, need.unit))
-            assert self.store.need(need.sequence_id.attempt_id, need.unit, need.reason) is None
+        self._ask_for_needed()
         if is_watching:
             assert {one.sequence_id for one in self.scheduler._roster.sequences} == self.live
             self.scheduler.check_invariants()
@@ -224,6 +221,14 @@ class World:
             self._check_standstill()
         assert oldest not in self.scheduler._steps._preempted[num_preempted:], "the oldest was thrown out"
         return plan
+
+    def _ask_for_needed(self) -> None:
+        """Tells the store what sequences need again, as the engine does at the end of a turn."""
+        for need in self.scheduler.drain_needed():
+            assert need.sequence_id in self.live
+            assert need.unit not in self.fake.features
+            self.asked_for.add((need.sequence_id, need.unit))
+            assert self.store.need(need.sequence_id.attempt_id, need.unit, need.reason) is None
 
     def commit(self, plan: StepPlan, result: StepResult) -> None:
         self.clock.advance(0.01)
