@@ -56,7 +56,8 @@ def expanded(parts: Sequence[Part], table: CostTable) -> SimPrompt:
             assert isinstance(first, int)
             token_ids.extend(range(first, first + second))
             continue
-        item = table.kind(str(first)).item(len(media), second)
+        # The same content is another medium in another kind, as a picture and a sound are never the same bytes.
+        item = table.kind(str(first)).item(len(media), f"{first}/{second}")
         for unit, length in enumerate(item.unit_tokens):
             runs.append(PlaceholderRange(len(token_ids), length, item.index, unit, 0))
             token_ids.extend([PAD] * length)
