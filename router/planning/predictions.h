@@ -147,16 +147,16 @@ void worker_times(const Workers *all, const Request *request, const Times *out) 
 }
 
 /* A `Schedule` is what a worker does for other requests, as far as it is known: the steps that have room left, with the
-   tokens in them. The worker is idle where a step does not begin at the end of the one before it. */
+   tokens in them, and when the full steps ahead of each begin. The worker is idle from the end of a step until then. */
 typedef struct {
-  double free_s, *begin_s, *end_s, *tokens;
+  double free_s, *busy_s, *begin_s, *end_s, *tokens;
   int64_t num;
 } Schedule;
 
 /* Fills the schedule of a worker, whose arrays have room for one step more than the worker has entries. */
 static void fill_schedule(Schedule *plan, const Workers *all, int64_t w, double now, const Steps *steps, double ahead,
                           double decode_s) {
-  double at_s = plan->free_s, left = ahead;
+  double at_s = plan->free_s, busy_s = at_s, left = ahead;
   int64_t next = 0, num_due = (int64_t)all->num_awaited[w];
   plan->num = 0;
   for (;;) {
@@ -165,14 +165,15 @@ static void fill_schedule(Schedule *plan, const Workers *all, int64_t w, double 
       double num_full = floor(left / steps->room);
       at_s += num_full * steps->full_s;
       left -= num_full * steps->room;
-    } else if (left > 0.0) {
+    } else if (left > 0.0 || at_s > busy_s) { /* Without tokens, it says when full steps end. */
+      plan->busy_s[plan->num] = busy_s;
       plan->begin_s[plan->num] = at_s;
       plan->tokens[plan->num] = left;
-      at_s += steps->step_s + steps->s_per_token * left;
-      plan->end_s[plan->num++] = at_s;
+      if (left > 0.0) at_s += steps->step_s + steps->s_per_token * left;
+      plan->end_s[plan->num++] = busy_s = at_s;
       left = 0.0;
     } else if (next < num_due) {
-      at_s = due_s(all, w, next, now) + 0.5 * decode_s;
+      at_s = busy_s = due_s(all, w, next, now) + 0.5 * decode_s;
     } else {
       break;
     }
@@ -185,7 +186,7 @@ static double joined_s(const Schedule *plan, const Steps *steps, double decode_s
   double free_s = plan->free_s;
   for (int64_t k = 0; k < plan->num; k++) {
     if (at_s <= plan->begin_s[k]) {
-      if (at_s > free_s || plan->begin_s[k] > free_s) break; /* The worker is idle before this step. */
+      if (at_s <= plan->busy_s[k] && plan->busy_s[k] > free_s) break; /* It is idle before the steps that end here. */
       double num_more = before_last(steps, plan->tokens[k] + num_tokens) - before_last(steps, num_tokens);
       return plan->begin_s[k] + steps->s_per_token * plan->tokens[k] + steps->step_s * num_more;
     }
@@ -195,16 +196,18 @@ static double joined_s(const Schedule *plan, const Steps *steps, double decode_s
 }
 
 /* Raises `end_s`, the end of a worker's prefill, where the landings of the units permit no earlier end. Runs are those of
-   placeholders, in any order; one without a unit decides nothing. */
+   placeholders, in any order. A run without a unit decides nothing, and neither does one whose landing is negative,
+   because the worker has its unit. */
 static void await_landings(const Workers *all, double now, const Times *times, int64_t w, const double *landings_s,
                            int64_t num_runs, const int64_t *run_units, const double *run_ends, const double *run_behind,
                            double *end_s) {
-  double begins_s[all->max_awaited + 1], ends_s[all->max_awaited + 1], in_steps[all->max_awaited + 1];
+  int64_t most_steps = all->max_awaited + 1;
+  double busy_s[most_steps], begins_s[most_steps], ends_s[most_steps], in_steps[most_steps];
   double step_s = times->last_s[w], s_per_token = all->per_token_s[w], room = times->room[w];
   Steps steps = {step_s, s_per_token, room, most(step_s + s_per_token * room, 1e-12)};
-  Schedule plan = {times->free_s[w], begins_s, ends_s, in_steps, -1};
+  Schedule plan = {times->free_s[w], busy_s, begins_s, ends_s, in_steps, -1};
   for (int64_t r = 0; r < num_runs; r++) {
-    if (run_units[r] < 0 || run_ends[r] <= times->covered[w]) continue;
+    if (run_units[r] < 0 || run_ends[r] <= times->covered[w] || landings_s[run_units[r]] < 0.0) continue;
     double behind = least(run_behind[r], times->weighted[w]), own_s = times->s_per_token[w] * behind;
     if (plan.num < 0) fill_schedule(&plan, all, w, now, &steps, times->ahead[w], times->decode_s[w]);
     double awaited_s = joined_s(&plan, &steps, times->decode_s[w], landings_s[run_units[r]], behind) + own_s;

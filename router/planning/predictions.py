@@ -149,8 +149,8 @@ def await_landings(
     slots: range | None = None,
 ) -> None:
     """Raises `end_s`, the end of each worker's prefill, where the landings permit no earlier end. `landings_s` has
-    shape `(rows, units)`; the row of each worker's slot is in `row_of_worker`. Only the workers of `slots` are looked
-    at."""
+    shape `(rows, units)`; the row of each worker's slot is in `row_of_worker`. A negative landing says that the worker
+    has the unit. Only the workers of `slots` are looked at."""
     due_s, tokens = _awaited(workers, now)
     behind = np.minimum(runs.behind, times.weighted[:, None])
     own_s, is_missing = times.s_per_token[:, None] * behind, runs.end > times.covered[:, None]
@@ -163,22 +163,25 @@ def await_landings(
             float(times.decode_s[slot]),
             [(float(at_s), float(num)) for at_s, num in zip(due_s[:, slot], tokens[:, slot], strict=True) if num],
         )
-        for number in np.flatnonzero(is_missing[slot]):
+        for number in np.flatnonzero(is_missing[slot] & (row[runs.unit] >= 0.0)):
             joined_s = schedule.joined_s(float(row[runs.unit[number]]), float(behind[slot, number]))
             end_s[slot] = max(end_s[slot], joined_s + own_s[slot, number])
 
 
 class KnownStep(NamedTuple):
-    """A `KnownStep` is a step of a worker that has room left."""
+    """A `KnownStep` is a step of a worker that has room left. It has no tokens if full steps end where it begins, and
+    nothing follows them."""
 
+    busy_s: float
+    """Holds when the full steps ahead of it begin, or `begin_s` if there are none."""
     begin_s: float
     end_s: float
     num_tokens: float
 
 
 class WorkerSchedule(NamedTuple):
-    """A `WorkerSchedule` is what a worker does for other requests, as far as it is known. The worker is idle where a
-    step does not begin at the end of the one before it."""
+    """A `WorkerSchedule` is what a worker does for other requests, as far as it is known. The worker is idle from the
+    end of a step until the full steps ahead of the next one begin."""
 
     free_s: float
     step_s: float
@@ -198,10 +201,9 @@ class WorkerSchedule(NamedTuple):
     ) -> WorkerSchedule:
         """Returns the schedule of a worker that is free at `free_s` and then has `ahead` tokens to compute. `pace`
         holds the time of a step without tokens, that of a token, and the tokens that fit in a step; `awaited` holds
-        when
-        more tokens become computable, and how many."""
+        when more tokens become computable, and how many."""
         step_s, s_per_token, room = pace
-        at_s, left, next_one = free_s, ahead, 0
+        at_s, busy_s, left, next_one = free_s, free_s, ahead, 0
         steps: list[KnownStep] = []
         while True:
             while next_one < len(awaited) and awaited[next_one][0] <= at_s:
@@ -211,11 +213,12 @@ class WorkerSchedule(NamedTuple):
                 num_full = left // room
                 at_s += num_full * max(step_s + s_per_token * room, 1e-12)
                 left -= num_full * room
-            elif left > 0.0:
-                steps.append(KnownStep(at_s, at_s + (step_s + s_per_token * left), left))
-                at_s, left = steps[-1].end_s, 0.0
+            elif left > 0.0 or at_s > busy_s:
+                end_s = at_s + (step_s + s_per_token * left) if left > 0.0 else at_s
+                steps.append(KnownStep(busy_s, at_s, end_s, left))
+                at_s, busy_s, left = end_s, end_s, 0.0
             elif next_one < len(awaited):
-                at_s = awaited[next_one][0] + 0.5 * decode_s
+                at_s = busy_s = awaited[next_one][0] + 0.5 * decode_s
             else:
                 return cls(free_s, step_s, s_per_token, room, decode_s, steps)
 
@@ -225,8 +228,8 @@ class WorkerSchedule(NamedTuple):
         free_s = self.free_s
         for step in self.steps:
             if at_s <= step.begin_s:
-                if at_s > free_s or step.begin_s > free_s:
-                    break  # The worker is idle before this step.
+                if at_s <= step.busy_s and step.busy_s > free_s:
+                    break  # The worker is idle before the steps that end here.
                 num_more = (step.num_tokens + num_tokens - 1.0) // self.room - (num_tokens - 1.0) // self.room
                 return step.begin_s + self.s_per_token * step.num_tokens + self.step_s * num_more
             free_s = step.end_s

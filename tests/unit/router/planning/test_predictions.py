@@ -8,7 +8,7 @@ from planning_samples import BLOCK_SIZE, PREFILL, WorkerSpec, encoder, snapshot,
 
 from router.planning.member_columns import idle_pace
 from router.planning.plan_types import Line
-from router.planning.predictions import MediaRuns, RequestSize, await_landings, worker_times
+from router.planning.predictions import MediaRuns, RequestSize, WorkerSchedule, await_landings, worker_times
 
 DECODE_S = 0.0005
 STEP = {"max_step_tokens": 100, "decode_s": DECODE_S}
@@ -170,3 +170,21 @@ def test_features_wait_for_the_running_step_and_share_the_next_one() -> None:
     assert end_s(0.31) == pytest.approx(second_s), "it has missed the second step"
     assert end_s(0.7) == pytest.approx(0.7), "the worker is idle"
     assert end_s(1.01) == pytest.approx(1.0 + PREFILL.at(40)), "a third step has begun"
+    assert end_s(-1.0) == -10 * PREFILL.per_unit_s, "the worker has the unit, so nothing waits for it"
+
+
+@pytest.mark.parametrize(
+    ("room", "at_s", "joined_s"),
+    [
+        (1.0, 0.0, 0.0),  # The worker is idle now.
+        (1.0, 1.2, 1.7),  # It is idle at that time; a step of decodes is half over in the mean.
+        (1.0, 2.0, 4.5),  # It computes three full steps from 1.5 on.
+        (1.0, 5.0, 5.5),
+        (2.0, 1.4, 1.9),
+        (2.0, 2.0, 2.5),  # One full step, and then one with room for the request.
+    ],
+)
+def test_a_worker_is_busy_while_it_computes_full_steps(room: float, at_s: float, joined_s: float) -> None:
+    """Three tokens of other requests land after one second; a step takes one second, its tokens nothing."""
+    schedule = WorkerSchedule.of(0.0, 0.0, (1.0, 0.0, room), 1.0, [(1.0, 3.0)])
+    assert schedule.joined_s(at_s, 1.0) == pytest.approx(joined_s)
