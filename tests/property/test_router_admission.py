@@ -178,8 +178,8 @@ class Admitting(RuleBasedStateMachine):
             self.queue.leave(turn.waiter, has_arrived=True)
 
     def check_order(self, released: Waiter, other: Waiter) -> None:
-        """Of two requests of one line and size, the one that comes first by priority and age is released first. While
-        an interactive request waits for room, no request of the class `batch` takes any."""
+        """Asserts that requests of one line, size and standing are released by age, and that no request of the class
+        `batch` takes room while an interactive request waits for it."""
         assert released.room is not None
         assert other.room is not None
         if released.line == other.line and released.room == other.room and released.standing == other.standing:
@@ -196,7 +196,7 @@ class Admitting(RuleBasedStateMachine):
         assert all(used <= self.pools.total[each] for each, used in self.pools.used.items())
 
     def teardown(self) -> None:
-        """Whoever waits at the end gets in, although small requests of another tenant keep coming for ever."""
+        """Asserts that each request that still waits gets in, although another tenant keeps sending small requests."""
         self.pools.has_encoder = True
         self.now += 20.0
         for _ in range(400):
