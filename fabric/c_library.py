@@ -1,9 +1,10 @@
 """Loads a C source file as a library. It compiles the file with the machine's C compiler at first use and keeps the
 result in the user's cache.
 
-A source finds the headers in its own folder and those in this one (`vectors.h`). The name in the cache changes with the
-source, these headers, the options, the compiler and the processor, because the code is made for the processor on which
-it is compiled. The module never loads a file that others could have written. It knows nothing of what the code does.
+A source finds the headers in its own folder and those in this one (`vectors.h`, `structures.h`). The name in the cache
+changes with the source, these headers, the options, the compiler and the processor, because the code is made for the
+processor on which it is compiled. The module never loads a file that others could have written. It knows nothing of
+what the code does.
 """
 
 from __future__ import annotations

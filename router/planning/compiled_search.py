@@ -21,8 +21,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric.c_library import load_c_library
-from fabric.contracts import NUM_BINS, MediaItem, NoCapacity
-from router.planning.member_columns import MAX_AWAITED, MAX_SILENCE_S, ClusterColumns, SlotColumns, address_of
+from fabric.c_structures import address_of
+from fabric.contracts import MediaItem, NoCapacity
+from router.planning.member_columns import MAX_SILENCE_S, ClusterColumns, SlotColumns
 from router.planning.plan_types import CandidateTerms, Chance, ItemTerms, PlanSettings, QueryHints, RouteQuery
 
 MAX_TRIALS = 320
@@ -52,10 +53,6 @@ def search(
     if library is None:
         return None
     workers, encoders, media = columns.workers, columns.encoders, _flattened(query, columns, hints)
-    described, encoders_described = workers.described(_CWorkers), encoders.described(_CEncoders)
-    described.num, described.stride, described.max_awaited = len(workers), workers.capacity, MAX_AWAITED
-    encoders_described.num, encoders_described.stride = len(encoders), encoders.capacity
-    encoders_described.num_bins = NUM_BINS
     question = _QUESTION.pack(
         now,
         settings.stale_after_s,
@@ -86,8 +83,8 @@ def search(
     memory.reserve_answer(_HEAD + (settings.num_alternatives + 1) * (_TERMS + _ITEM * media.num_items))
     while True:
         status = library.search_route(
-            ctypes.byref(described),
-            ctypes.byref(encoders_described),
+            ctypes.byref(workers.described(library)),
+            ctypes.byref(encoders.described(library)),
             question,
             media.numbers,
             memory.scratch_at,
@@ -251,68 +248,6 @@ def _item_terms(
 _NO_WORKER, _NO_ENCODER, _MAX_ALTERNATIVES = -1, -2, 15
 _QUESTION = struct.Struct("6d2P 6d2q 4q7q 3P")
 """Packs `Question` of `route_search.c`: its request, its choice, its counts and its arrays."""
-
-
-def _structure(name: str, counts: tuple[str, ...], columns: tuple[str, ...]) -> type[ctypes.Structure]:
-    fields = [(each, ctypes.c_int64) for each in counts] + [(each, ctypes.c_void_p) for each in columns]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})
-
-
-# These mirror the structures of `predictions.h`, field by field.
-_CWorkers = _structure(
-    "_CWorkers",
-    ("num", "stride", "max_awaited"),
-    (
-        "num_open",
-        "open_units",
-        "num_pending",
-        "pending_units",
-        "report_at_s",
-        "is_reported",
-        "queued_tokens",
-        "num_decoding",
-        "max_step_tokens",
-        "num_there",
-        "max_sequences",
-        "residence_s",
-        "kv_blocks_total",
-        "kv_blocks_used",
-        "reported_base_s",
-        "reported_decode_s",
-        "step_left_s",
-        "pending_blocks",
-        "num_awaited",
-        "block_size",
-        "base_s",
-        "per_token_s",
-        "barred_until_s",
-        "delivery_s",
-        "awaited",
-    ),
-)
-_CEncoders = _structure(
-    "_CEncoders",
-    ("num", "stride", "num_bins"),
-    (
-        "profiles",
-        "pending_profiles",
-        "is_reported",
-        "report_at_s",
-        "forward_left_s",
-        "unit_s",
-        "patience",
-        "open_units",
-        "pending_units",
-        "decode_left_s",
-        "decode_queue_s",
-        "decode_short_s",
-        "num_decoders",
-        "pending_decode_s",
-        "barred_until_s",
-        "rates",
-        "is_able",
-    ),
-)
 
 
 class _Memory(threading.local):

@@ -9,13 +9,16 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "structures.h"
+
 #define MAX_DECODERS 16
 #define MAX_CLASSES 8
 #define NONE (-1)
 #define MAX_TURNS 6
 #define FAR 1e30
 
-typedef struct {
+/* The arrays of a problem, by the names that `LandingProblem` in `landing_search.py` gives them. */
+DECLARED(Problem,
   int64_t num_items, num_units, num_encoders, stride, num_bins, num_classes;
   const int64_t *modality;      /* [items] */
   const int64_t *first_unit;    /* [items + 1] */
@@ -31,7 +34,7 @@ typedef struct {
   const double *ready_s;        /* [items][stride]: when a feature that is there or on its way is complete, or -1 */
   const double *alpha_s;        /* [classes] */
   const double *s_per_byte;     /* [classes] */
-} Problem;
+);
 
 /* A `Lane` is what an encoder has been given of this request. */
 typedef struct {

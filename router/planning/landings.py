@@ -22,6 +22,7 @@ import ctypes
 import numpy as np
 import numpy.typing as npt
 
+from fabric.c_structures import address_of, structure_of
 from router.planning import compiled_search, landing_search
 from router.planning.compiled_search import MAX_TRIALS
 from router.planning.landing_search import (
@@ -34,7 +35,6 @@ from router.planning.landing_search import (
     LandingProblem,
     LandingRows,
 )
-from router.planning.member_columns import address_of
 
 
 def land_rows(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> LandingRows:
@@ -47,7 +47,7 @@ def land_rows(problem: LandingProblem, classes: Bytes, lacks: Bytes) -> LandingR
         np.empty((num_rows, problem.num_items), np.int64), np.empty((num_rows, problem.num_units), np.float64)
     )
     library.land_rows(
-        ctypes.byref(_described(problem)),
+        ctypes.byref(_described(library, problem)),
         num_rows,
         address_of(classes),
         address_of(lacks),
@@ -82,7 +82,7 @@ def improve(
     chosen, landings_s = encoders.copy(), np.empty(problem.num_units)
     stages = np.zeros((problem.num_items, len(ItemStage._fields)))
     end_s = library.improve(
-        ctypes.byref(_described(problem)),
+        ctypes.byref(_described(library, problem)),
         address_of(_offers(problem)),
         address_of(classes),
         address_of(lacks),
@@ -99,48 +99,24 @@ def improve(
 
 # ------------------------------------------------------------ the C library
 
-_COUNTS = ("num_items", "num_units", "num_encoders", "stride", "num_bins", "num_classes")
-_ARRAYS = (
-    "modality",
-    "first_unit",
-    "cost",
-    "unit_share",
-    "unit_bytes",
-    "rates",
-    "is_able",
-    "decoder_free_s",
-    "num_decoders",
-    "waits_s",
-    "bin_sizes_s",
-    "ready_s",
-    "alpha_s",
-    "s_per_byte",
-)
-
-
 _OFFER = np.dtype("f8, i8, i8")
 
 
-class _CProblem(ctypes.Structure):
-    """Mirrors `Problem` in `landings.h`."""
-
-    _fields_ = [(name, ctypes.c_int64) for name in _COUNTS] + [(name, ctypes.c_void_p) for name in _ARRAYS]
-
-
-def _described(problem: LandingProblem) -> _CProblem:
-    """Returns the C description of a problem; it is valid as long as the problem lives."""
-    found: _CProblem | None = problem.kept.get("described")
+def _described(library: ctypes.CDLL, problem: LandingProblem) -> ctypes.Structure:
+    """Returns `Problem` of `landings.h` for a problem; it is valid as long as the problem lives."""
+    found: ctypes.Structure | None = problem.kept.get("described")
     if found is None:
-        counts = (
-            problem.num_items,
-            problem.num_units,
-            problem.num_encoders,
-            problem.stride,
-            len(problem.waits_s),
-            len(problem.alpha_s),
+        found = problem.kept["described"] = structure_of(
+            library,
+            "Problem",
+            problem,
+            num_items=problem.num_items,
+            num_units=problem.num_units,
+            num_encoders=problem.num_encoders,
+            stride=problem.stride,
+            num_bins=len(problem.waits_s),
+            num_classes=len(problem.alpha_s),
         )
-        found = _CProblem(*counts, *[address_of(getattr(problem, name)) for name in _ARRAYS])
-        problem.kept["described"] = found
     return found
 
 

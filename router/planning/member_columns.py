@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from inspect import get_annotations
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from fabric.c_structures import structure_of
 from fabric.contracts import (
+    NUM_BINS,
     PROFILE_LENGTH,
     EncoderReport,
     Member,
@@ -34,6 +37,8 @@ from router.planning.link_classes import LinkPlace, LinkRules
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Bytes = npt.NDArray[np.uint8]
+Column = Floats
+"""A `Column` is a row of the table of `SlotColumns`. Has shape `(capacity,)`."""
 
 UNLIMITED = 1e12
 """Stands for a limit that is not known."""
@@ -44,39 +49,30 @@ MAX_SILENCE_S = 1.0
 is uncertain and not idle, and if all members are silent, this is the same for all."""
 
 
-def address_of(array: npt.NDArray[np.generic]) -> int:
-    """Returns the address of an array's first value, for a C function. The array must outlive the call."""
-    try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]  # an array is a buffer
-    except (TypeError, ValueError):  # The array is empty, read-only or not contiguous.
-        address: int = array.__array_interface__["data"][0]
-        return address
-
-
 class SlotColumns:
-    """Holds the members of one kind by slot, and the columns that both kinds have. Subclasses name further columns in
-    `FIELDS`; each is an array of shape `(capacity,)`."""
+    """Holds the members of one kind by slot, and the columns that both kinds have. An attribute that a class annotates
+    as a `Column` is one; subclasses add theirs. The C search reads a column that `predictions.h` names as well."""
 
-    FIELDS: tuple[str, ...] = ()
-    COMMON = ("num_open", "open_units", "num_pending", "pending_units", "report_at_s", "is_reported", "barred_until_s")
-    num_open: Floats
+    C_NAME = ""
+    """Is the name of the structure in `predictions.h` that has the columns of the class."""
+    num_open: Column
     """Counts this router's attempts that have not ended on the member."""
-    open_units: Floats
+    open_units: Column
     """Sums their work: weighted tokens on a worker, seconds of forward passes on an encoder."""
-    num_pending: Floats
+    num_pending: Column
     """Counts the attempts that no report contains yet; `pending_units` sums their work."""
-    pending_units: Floats
-    report_at_s: Floats
-    is_reported: Floats
-    barred_until_s: Floats
+    pending_units: Column
+    report_at_s: Column
+    is_reported: Column
+    barred_until_s: Column
     """Plans do not use the member before this time. It is infinite for a slot without a member."""
 
     def __init__(self) -> None:
         self.capacity = 0
         self.members: list[Member | None] = []
         self.member_to_slot: dict[MemberId, int] = {}
-        self._described: dict[type[ctypes.Structure], Any] = {}
-        self._table: Floats = np.zeros((len(self.COMMON) + len(self.FIELDS), 0))
+        self._described: Any = None
+        self._table: Floats = np.zeros((len(self.names()), 0))
         self._grow(8)
 
     def __len__(self) -> int:
@@ -121,23 +117,29 @@ class SlotColumns:
         found: Floats = np.clip(silent_s, 0.0, MAX_SILENCE_S)
         return found
 
-    def described(self, kind: type[ctypes.Structure]) -> Any:
-        """Returns a structure of a C library that points to the columns that it names. It is kept until the columns
-        move."""
-        found = self._described.get(kind)
-        if found is None:
-            found = self._described[kind] = kind()
-            for name, its_type in kind._fields_:  # type: ignore[misc]
-                if its_type is ctypes.c_void_p:
-                    setattr(found, name, address_of(getattr(self, name)))
-        return found
+    @classmethod
+    def names(cls) -> list[str]:
+        """Returns the names of all columns, those of both kinds first."""
+        return [name for each in reversed(cls.__mro__) for name, of in get_annotations(each).items() if of == "Column"]
+
+    def described(self, library: ctypes.CDLL) -> Any:
+        """Returns the structure `C_NAME` of a C library, which points to the columns that the library names. The
+        structure is kept until the columns move. Raises AttributeError and ValueError as `structure_of` does."""
+        if self._described is None:
+            self._described = structure_of(library, self.C_NAME, self, num=0, stride=self.capacity, **self._bounds())
+        self._described.num = len(self)
+        return self._described
+
+    def _bounds(self) -> Mapping[str, int]:
+        """Returns the constants that the structure in C has besides the numbers of slots."""
+        return {}
 
     def _grow(self, capacity: int) -> None:
-        self._described.clear()
+        self._described = None
         wider = np.zeros((len(self._table), capacity))
         wider[:, : self.capacity] = self._table
         self._table, self.capacity = wider, capacity
-        for name, row in zip((*self.COMMON, *self.FIELDS), wider, strict=True):
+        for name, row in zip(self.names(), wider, strict=True):
             setattr(self, name, row)
         self.barred_until_s[len(self.members) :] = np.inf
 
@@ -146,58 +148,37 @@ class SlotColumns:
 
 
 class WorkerColumns(SlotColumns):
-    FIELDS = (
-        "queued_tokens",
-        "num_queued",
-        "num_decoding",
-        "max_step_tokens",
-        "num_there",
-        "max_sequences",
-        "residence_s",
-        "kv_blocks_total",
-        "kv_blocks_used",
-        "inbox_bytes",
-        "reported_base_s",
-        "reported_decode_s",
-        "step_left_s",
-        "pending_blocks",
-        "num_awaited",
-        "block_size",
-        "base_s",
-        "per_token_s",
-        "delivery_s",
-    )
-    queued_tokens: Floats
+    C_NAME = "Workers"
+    queued_tokens: Column
     """Counts the weighted tokens that were queued at the report: those that could be computed then, without those of
     the step that was running, and the part of the others whose features arrive before the next step, as far as this
     router does not know when they land (`arriving_tokens`)."""
-    num_queued: Floats
+    num_queued: Column
     """Counts the tokens that could be computed at the report, without weights."""
-    num_decoding: Floats
-    max_step_tokens: Floats
-    num_there: Floats
+    num_decoding: Column
+    max_step_tokens: Column
+    num_there: Column
     """Counts the sequences that run or wait."""
-    max_sequences: Floats
-    residence_s: Floats
-    kv_blocks_total: Floats
-    kv_blocks_used: Floats
-    inbox_bytes: Floats
-    reported_base_s: Floats
-    reported_decode_s: Floats
+    max_sequences: Column
+    residence_s: Column
+    kv_blocks_total: Column
+    kv_blocks_used: Column
+    inbox_bytes: Column
+    reported_base_s: Column
+    reported_decode_s: Column
     """Holds the time that the worker measured for each decoding sequence, together with `reported_base_s`."""
-    step_left_s: Floats
+    step_left_s: Column
     """Holds the rest of the step that was running at the report, if it computes prompt tokens."""
-    pending_blocks: Floats
+    pending_blocks: Column
     """Counts the KV blocks of dispatched attempts that no report contains yet."""
-    num_awaited: Floats
+    num_awaited: Column
     """Counts the entries of `awaited` that are in use."""
-    block_size: Floats
-    base_s: Floats
+    block_size: Column
+    base_s: Column
     """Holds the believed overhead of a step; `per_token_s` is that of a weighted token."""
-    per_token_s: Floats
-    delivery_s: Floats
+    per_token_s: Column
+    delivery_s: Column
     """Holds the time that a request takes to the worker together with its first token's way back."""
-    NUM_REPORTED = FIELDS.index("step_left_s") + 1
 
     def __init__(self) -> None:
         self.awaited: Floats = np.zeros((2 * MAX_AWAITED, 0))
@@ -207,22 +188,21 @@ class WorkerColumns(SlotColumns):
 
     def take(self, slot: int, report: WorkerReport, now: float) -> None:
         """Takes in a report that came at `now`."""
-        engine, first = report.engine, len(self.COMMON)
-        self._table[first : first + self.NUM_REPORTED, slot] = (
-            max((engine.queued_weighted_tokens or engine.queued_tokens) - report.step_weighted_tokens, 0.0),
-            engine.queued_tokens,
-            engine.num_decoding,
-            report.max_step_tokens or UNLIMITED,
-            engine.num_running + engine.num_waiting,
-            report.max_sequences,
-            report.residence_s,
-            engine.kv_blocks_total,
-            engine.kv_blocks_used,
-            report.features.inbox_bytes_total,
-            report.step_overhead_s,
-            report.decode_s_per_sequence,
-            report.step_left_s,
-        )
+        engine = report.engine
+        queued_tokens = engine.queued_weighted_tokens or engine.queued_tokens
+        self.queued_tokens[slot] = max(queued_tokens - report.step_weighted_tokens, 0.0)
+        self.num_queued[slot] = engine.queued_tokens
+        self.num_decoding[slot] = engine.num_decoding
+        self.max_step_tokens[slot] = report.max_step_tokens or UNLIMITED
+        self.num_there[slot] = engine.num_running + engine.num_waiting
+        self.max_sequences[slot] = report.max_sequences
+        self.residence_s[slot] = report.residence_s
+        self.kv_blocks_total[slot] = engine.kv_blocks_total
+        self.kv_blocks_used[slot] = engine.kv_blocks_used
+        self.inbox_bytes[slot] = report.features.inbox_bytes_total
+        self.reported_base_s[slot] = report.step_overhead_s
+        self.reported_decode_s[slot] = report.decode_s_per_sequence
+        self.step_left_s[slot] = report.step_left_s
         self.report_at_s[slot], self.is_reported[slot] = now, 1.0
 
     def list_awaited(self, slot: int, awaited: Sequence[tuple[float, float]]) -> None:
@@ -254,6 +234,9 @@ class WorkerColumns(SlotColumns):
         self.awaited = np.pad(self.awaited, ((0, 0), (0, capacity - self.capacity)))
         super()._grow(capacity)
 
+    def _bounds(self) -> Mapping[str, int]:
+        return {"max_awaited": MAX_AWAITED}
+
     def _clear(self, slot: int) -> None:
         self.max_step_tokens[slot] = UNLIMITED
 
@@ -271,28 +254,18 @@ def arriving_tokens(report: WorkerReport, num_behind: float) -> float:
 
 
 class EncoderColumns(SlotColumns):
-    FIELDS = (
-        "forward_left_s",
-        "unit_s",
-        "patience",
-        "decode_left_s",
-        "decode_queue_s",
-        "decode_short_s",
-        "num_decoders",
-        "pending_decode_s",
-    )
-    forward_left_s: Floats
+    C_NAME = "Encoders"
+    forward_left_s: Column
     """Holds the rest of the running forward pass at the report, and `unit_s` the mean duration of a pass."""
-    unit_s: Floats
-    patience: Floats
-    decode_left_s: Floats
+    unit_s: Column
+    patience: Column
+    decode_left_s: Column
     """Holds the time until a decode process was free at the report, `decode_queue_s` the decoding time of all items
     that waited, and `decode_short_s` that of the items of one unit among them."""
-    decode_queue_s: Floats
-    decode_short_s: Floats
-    num_decoders: Floats
-    pending_decode_s: Floats
-    NUM_REPORTED = FIELDS.index("num_decoders") + 1
+    decode_queue_s: Column
+    decode_short_s: Column
+    num_decoders: Column
+    pending_decode_s: Column
 
     def __init__(self) -> None:
         self.profiles: Floats = np.zeros((PROFILE_LENGTH, 0))
@@ -308,16 +281,13 @@ class EncoderColumns(SlotColumns):
 
     def take(self, slot: int, report: EncoderReport, now: float) -> None:
         """Takes in a report that came at `now`."""
-        first = len(self.COMMON)
-        self._table[first : first + self.NUM_REPORTED, slot] = (
-            report.forward_left_s,
-            report.unit_s,
-            report.patience,
-            report.decode_left_s,
-            report.decode_queue_s,
-            report.decode_short_s,
-            report.num_decode_processes,
-        )
+        self.forward_left_s[slot] = report.forward_left_s
+        self.unit_s[slot] = report.unit_s
+        self.patience[slot] = report.patience
+        self.decode_left_s[slot] = report.decode_left_s
+        self.decode_queue_s[slot] = report.decode_queue_s
+        self.decode_short_s[slot] = report.decode_short_s
+        self.num_decoders[slot] = report.num_decode_processes
         self.profiles[:, slot] = report.queue_profile
         self.report_at_s[slot], self.is_reported[slot] = now, 1.0
 
@@ -348,10 +318,13 @@ class EncoderColumns(SlotColumns):
         self.is_able = np.pad(self.is_able, ((0, 0), (0, more)))
         super()._grow(capacity)
 
+    def _bounds(self) -> Mapping[str, int]:
+        return {"num_bins": NUM_BINS}
+
     def _widen(self, num_modalities: int) -> None:
         more = num_modalities - len(self.rates)
         if more > 0:
-            self._described.clear()
+            self._described = None
             self.rates = np.pad(self.rates, ((0, more), (0, 0), (0, 0)))
             self.is_able = np.pad(self.is_able, ((0, more), (0, 0)))
 

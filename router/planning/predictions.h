@@ -5,14 +5,17 @@
 #include <math.h>
 #include <stdint.h>
 
-typedef struct {
+#include "structures.h"
+
+/* The columns of workers, by the names that `WorkerColumns` in `member_columns.py` gives them. */
+DECLARED(Workers,
   int64_t num, stride, max_awaited; /* slots, their capacity, and the moments that each has room for */
   const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *is_reported, *queued_tokens,
       *num_decoding, *max_step_tokens, *num_there, *max_sequences, *residence_s, *kv_blocks_total, *kv_blocks_used,
       *reported_base_s, *reported_decode_s, *step_left_s, *pending_blocks, *num_awaited, *block_size, *base_s,
       *per_token_s, *barred_until_s, *delivery_s;
   const double *awaited; /* [2 * max_awaited][stride]: moments, then weighted tokens */
-} Workers;
+);
 
 typedef struct {
   double now, stale_after_s, max_silence_s, num_tokens, scale_tokens, num_text_first;
@@ -215,14 +218,15 @@ static void await_landings(const Workers *all, double now, const Times *times, i
   }
 }
 
-typedef struct {
+/* The columns of encoders, by the names that `EncoderColumns` in `member_columns.py` gives them. */
+DECLARED(Encoders,
   int64_t num, stride, num_bins;
   const double *profiles, *pending_profiles; /* [2 * bins][stride]: seconds, then moments */
   const double *is_reported, *report_at_s, *forward_left_s, *unit_s, *patience, *open_units, *pending_units,
       *decode_left_s, *decode_queue_s, *decode_short_s, *num_decoders, *pending_decode_s, *barred_until_s;
   const double *rates;    /* [modalities][6][stride] */
   const uint8_t *is_able; /* [modalities][stride] */
-} Encoders;
+);
 
 /* Writes the waits [bins + 1][stride] behind the first bins of each queue, and the sizes [bins][stride] from which on new
    work is behind each bin. */

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_samples import encoder_member, encoder_report
 
+from fabric.c_structures import address_of
 from fabric.contracts import EMPTY_PROFILE, NUM_BINS, add_work, key_of, wait_s
 from router.planning import compiled_search
-from router.planning.member_columns import MAX_SILENCE_S, EncoderColumns, address_of
+from router.planning.member_columns import MAX_SILENCE_S, EncoderColumns
 from router.planning.predictions import DeviceWaits, device_waits
 
 NOW_S, STALE_AFTER_S = 100.0, 1e9
@@ -25,8 +26,7 @@ def compiled_waits(encoders: EncoderColumns) -> DeviceWaits:
         pytest.skip("there is no C compiler")
     found = np.zeros((2 * NUM_BINS + 1, encoders.capacity))
     waits_s, sizes_s = found[: NUM_BINS + 1], found[NUM_BINS + 1 :]
-    described = encoders.described(compiled_search._CEncoders)
-    described.num, described.stride, described.num_bins = len(encoders), encoders.capacity, NUM_BINS
+    described = encoders.described(library)
     addresses = address_of(waits_s), address_of(sizes_s)
     library.device_waits(ctypes.byref(described), NOW_S, STALE_AFTER_S, MAX_SILENCE_S, 0, *addresses)
     return DeviceWaits(waits_s, sizes_s)
