@@ -28,7 +28,7 @@ from sentences import is_sentence
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("fabric", "kv_index", "modalities", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
 LONGEST_MODULE = 600
-"""Lines; no module is longer."""
+"""Is the largest number of lines of a module of the product or of a test."""
 
 
 class Docstring(NamedTuple):

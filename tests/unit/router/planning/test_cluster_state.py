@@ -1,4 +1,4 @@
-"""Tests the router's picture of the cluster: load without herding, staleness, exclusions, gaps and learning."""
+"""Tests the router's picture of the cluster: staleness, exclusions, gaps, members that come and go, and learning."""
 
 import random
 from collections import Counter
@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from planning_clusters import blocks_of, cluster_of, knows_prompt, route
 from planning_samples import (
     BLOCK_SIZE,
     ROW_BYTES,
@@ -22,7 +23,6 @@ from planning_samples import (
 )
 
 from fabric.contracts import (
-    EMPTY_PROFILE,
     WEFT_KV,
     BlocksRemoved,
     BlocksStored,
@@ -38,44 +38,16 @@ from fabric.contracts import (
     KvEvents,
     KvScheme,
     KvSnapshot,
-    MediaItem,
     MemberId,
-    MmHash,
     NoCapacity,
     PullTime,
     PullWindow,
     StageTimes,
-    add_work,
-    context_scale_tokens,
-    weighted_tokens,
 )
-from router.planning import ClusterState, PlannerSettings, RoutePlan, RouteQuery, compiled_search
+from router.planning import ClusterState, PlannerSettings, RoutePlan, compiled_search
 from router.planning.link_classes import LinkClass
-from router.planning.member_columns import MAX_AWAITED, MAX_SILENCE_S
+from router.planning.member_columns import MAX_SILENCE_S
 from router.planning.plan_types import Line
-
-
-def cluster_of(num_workers: int = 1, num_encoders: int = 0) -> ClusterState:
-    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
-    members = [worker_member(f"w{number}") for number in range(num_workers)]
-    members += [encoder_member(f"e{number}") for number in range(num_encoders)]
-    state.update_members(members)
-    return state
-
-
-def route(state: ClusterState, request: RouteQuery, now: float = 0.0) -> RoutePlan:
-    plan = state.plan(request, now)
-    state.note_dispatched(request, plan, now)
-    return plan
-
-
-def blocks_of(request: RouteQuery) -> bytes:
-    return request.scheme_to_hashes[SCHEME]
-
-
-def knows_prompt(state: ClusterState, name: str, request: RouteQuery, now: float = 0.0) -> None:
-    snapshot = KvSnapshot(name, 1, 0, (BlocksStored(None, blocks_of(request)),))
-    assert state.apply(snapshot, now) == ()
 
 
 def test_plans_follow_columns_that_move(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,82 +151,6 @@ def generated(plan: RoutePlan, **changes: Any) -> GenerateResult:
     return GenerateResult(**({field: getattr(result, field) for field in result.__struct_fields__} | changes))
 
 
-@pytest.mark.parametrize("num_tokens", [1, 40, 3000])
-def test_a_burst_without_any_report_spreads_evenly(num_tokens: int) -> None:
-    state = cluster_of(num_workers=4, num_encoders=2)
-    chosen = Counter(route(state, query(num_tokens, attempt=f"r{number}")).worker_id for number in range(100))
-    assert set(chosen.values()) == {25}
-    state.check_invariants()
-
-
-def test_a_burst_onto_equal_reported_load_spreads_evenly() -> None:
-    state = cluster_of(num_workers=4)
-    for number in range(4):
-        state.apply(worker_report(f"w{number}", 1, queued_tokens=5000, num_decoding=7, prefill_s_per_token=1e-3), 0.0)
-    chosen = Counter(route(state, query(100, attempt=f"r{number}")).worker_id for number in range(100))
-    assert max(chosen.values()) - min(chosen.values()) <= 1
-
-
-def test_a_burst_of_images_spreads_over_encoders_too() -> None:
-    state = cluster_of(num_workers=2, num_encoders=4)
-
-    def picture(number: int) -> MediaItem:
-        return msgspec.structs.replace(image(0), mm_hash=MmHash(format(number, "032x")))
-
-    plans = [route(state, query(picture(number), 10, attempt=f"r{number}")) for number in range(40)]
-    chosen = Counter(plan.assignments[0].encoder_id for plan in plans)
-    assert max(chosen.values()) - min(chosen.values()) <= 1
-
-
-def test_requests_with_one_new_picture_share_its_flight() -> None:
-    """The first request is encoding the picture; the others wait for the same feature, which costs no encoding."""
-    state = cluster_of(num_workers=2, num_encoders=4)
-    plans = [route(state, query(image(0), 10, attempt=f"r{number}"), 1e-3 * number) for number in range(4)]
-    (first, *others) = [plan.explanation.winner.items[0] for plan in plans]
-    assert {item.encoder_id for item in others} == {first.encoder_id}
-    assert [item.load for item in (first, *others)] == [256, 0, 0, 0]
-    done_s = first.landing_s - first.transfer_s
-    assert [item.wait_s for item in others] == pytest.approx([done_s - 1e-3 * number for number in (1, 2, 3)])
-    for number in range(4):
-        state.note_ended((f"r{number}", 0))
-    state.check_invariants()
-    assert route(state, query(image(0), 10, attempt="later"), 1.0).explanation.winner.items[0].load == 256
-
-
-def test_a_flight_lives_on_while_another_request_waits_for_its_feature() -> None:
-    state = cluster_of(num_workers=2, num_encoders=4)
-    first, second = (route(state, query(image(0), 10, attempt=f"r{number}"), 1e-3 * number) for number in range(2))
-    state.note_ended(first.attempt_id)
-    third = route(state, query(image(0), 10, attempt="r2"), 2e-3)
-    assert {plan.assignments for plan in (first, second, third)} == {first.assignments}
-    assert third.explanation.winner.items[0].load == 0
-    for plan in (second, third):
-        state.note_ended(plan.attempt_id)
-    state.check_invariants()
-    assert route(state, query(image(0), 10, attempt="later"), 1.0).explanation.winner.items[0].load == 256
-
-
-def test_an_encoding_that_failed_leaves_no_load_and_no_flight_to_wait_for() -> None:
-    state = cluster_of(num_encoders=2)
-    first = route(state, query(image(0), 10, attempt="r0"), 0.0)
-    (failed,) = (each.encoder_id for each in first.assignments)
-    state.note_encoding_ended(first.attempt_id, failed)
-    state.note_encoding_ended(first.attempt_id, failed)
-    state.check_invariants()
-    assert [seen.queued_s for seen in views_of(state, query(10), 0.0).encoders] == [0.0, 0.0]
-    assert route(state, query(image(0), 10, attempt="r1"), 1.0).explanation.winner.items[0].load == 256
-
-
-def test_a_flight_that_is_late_is_not_taken_for_one_that_has_landed() -> None:
-    state = cluster_of(num_workers=2, num_encoders=4)
-    first = route(state, query(image(0), 10, attempt="first"), 0.0).explanation.winner.items[0]
-    done_s = first.landing_s - first.transfer_s
-    (soon,) = route(state, query(image(0), 10, attempt="soon"), 1.1 * done_s).explanation.winner.items
-    assert (soon.encoder_id, soon.wait_s) == (first.encoder_id, pytest.approx(0.1 * done_s))
-    (late,) = route(state, query(image(0), 10, attempt="late"), 5.0 * done_s).explanation.winner.items
-    assert late.encoder_id != first.encoder_id, "to encode it again takes less than the feature is late"
-
-
 def test_features_that_a_worker_keeps_are_trusted_while_it_reports() -> None:
     state = cluster_of(num_workers=1, num_encoders=1)
     request = query(image(0), 10)
@@ -265,68 +161,6 @@ def test_features_that_a_worker_keeps_are_trusted_while_it_reports() -> None:
     assert len(state.plan(request, silent_s).assignments) == 1
     state.apply(worker_report("w0", 2), silent_s)
     assert state.plan(request, silent_s).assignments == ()
-
-
-def test_requests_with_one_new_prompt_go_to_the_worker_that_computes_it_where_that_is_faster() -> None:
-    """Its steps have room for 512 tokens, so the prompt takes many steps, and all but the last are cached in time. The
-    others would have to compute the whole prompt behind a queue of their own."""
-    for queued, num_chosen in ((1500, 1), (0, 4)):
-        state = cluster_of(num_workers=4)
-        costs = {"prefill_s_per_token": 1e-3, "step_overhead_s": 1e-3, "max_step_tokens": 512}
-        for number in range(4):
-            state.apply(worker_report(f"w{number}", 1, queued_tokens=queued if number else 0, **costs), 0.0)
-        plans = [route(state, query(4000, attempt=f"r{number}"), 1e-3 * number) for number in range(4)]
-        assert len({plan.worker_id for plan in plans}) == num_chosen
-        assert plans[0].explanation.winner.covered_tokens == 0
-        assert all((plan.explanation.winner.covered_tokens >= 3000) == (queued > 0) for plan in plans[1:])
-
-
-def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all() -> None:
-    state = cluster_of()
-    request = query(100)
-    route(state, request)
-    state.apply(worker_report("w0", 1, queued_tokens=0), 0.0)
-    (view,) = views_of(state, request, 0.0).workers
-    assert (view.queued_tokens, view.pending_tokens, view.num_pending) == (0, pytest.approx(100, abs=1), 1)
-    state.apply(worker_report("w0", 2, queued_tokens=90, acknowledged=(request.attempt_id,)), 0.0)
-    (view,) = views_of(state, request, 0.0).workers
-    assert (view.queued_tokens, view.pending_tokens, view.num_pending, view.num_open) == (90, 0, 0, 1)
-    state.note_ended(request.attempt_id)
-    state.note_ended(request.attempt_id)
-    assert views_of(state, request, 0.0).workers[0].num_open == 0
-    state.check_invariants()
-
-
-def test_items_encoded_again_add_to_the_load_of_their_encoder() -> None:
-    state = cluster_of(num_encoders=1)
-    request = query(image(0), image(1), 10)
-    plan = route(state, request)
-    profile = [*EMPTY_PROFILE]
-    add_work(profile, 0.5, 0.1)
-    report = encoder_report("e0", 1, queue_profile=tuple(profile), acknowledged=(request.attempt_id,))
-    state.apply(report, 0.0)
-    again = state.plan_encoding(request, plan.worker_id, [1], 0.0)
-    state.note_encoding(request.attempt_id, again)
-    (item,) = again
-    assert item.encode_s > 0.0
-    (seen,) = views_of(state, request, 0.0).encoders
-    assert seen.queued_s == pytest.approx(0.5 + item.encode_s)
-    assert seen.decode_queue_s == pytest.approx(item.decode_s)
-    state.check_invariants()
-    state.note_ended(request.attempt_id)
-    assert views_of(state, request, 0.0).encoders[0].queued_s == pytest.approx(0.5)
-
-
-def test_an_encoder_that_delivered_is_free_before_the_attempt_ends() -> None:
-    state = cluster_of(num_encoders=1)
-    request = query(image(0), 10)
-    plan = route(state, request)
-    assert views_of(state, request, 0.0).encoders[0].queued_s == pytest.approx(
-        plan.explanation.winner.items[0].encode_s
-    )
-    state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=0.1)),)), 0.0)
-    assert views_of(state, request, 0.0).encoders[0].queued_s == 0.0
-    assert views_of(state, request, 0.0).workers[0].num_open == 1
 
 
 def test_a_member_without_a_report_is_idle_and_late_reports_are_dropped() -> None:
@@ -541,89 +375,6 @@ def test_the_same_seed_and_messages_give_the_same_plans() -> None:
         return [route(state, replace(query(100), attempt_id=(f"r{n}", 0))).worker_id for n in range(20)]
 
     assert run() == run()
-
-
-def awaited_at(state: ClusterState, now: float) -> list[tuple[float, float]]:
-    """Returns when tokens that wait for features become computable on the one worker, from `now`, and how many."""
-    workers = state.columns(now).workers
-    num = int(workers.num_awaited[0])
-    moments, tokens = workers.awaited[:num, 0] - now, workers.awaited[MAX_AWAITED : MAX_AWAITED + num, 0]
-    return [(round(at_s, 9), round(each, 6)) for at_s, each in zip(moments.tolist(), tokens.tolist(), strict=True)]
-
-
-def video(index: int, num_units: int, digit: str) -> MediaItem:
-    return msgspec.structs.replace(image(index, cost=1000, digit=digit), unit_tokens=(50,) * num_units)
-
-
-def test_tokens_behind_features_are_ahead_of_others_when_their_features_land() -> None:
-    state = cluster_of(num_encoders=1)
-    request = query(100, video(0, 2, "a"), 30)
-    plan = route(state, request, 10.0)
-    (item,) = plan.explanation.winner.items
-    scale = context_scale_tokens(SHAPE.hidden_size)
-    first, second = weighted_tokens(50, 100, scale), weighted_tokens(80, 150, scale)
-    halfway_s = item.landing_s - item.encode_s / 2
-    expected = [
-        (pytest.approx(halfway_s), pytest.approx(first)),
-        (pytest.approx(item.landing_s), pytest.approx(second)),
-    ]
-    assert awaited_at(state, 10.0) == expected
-    (view,) = views_of(state, query(10), 10.0).workers
-    assert view.pending_tokens == pytest.approx(weighted_tokens(100, 0, scale)), "the rest can't be computed yet"
-    state.apply(worker_report("w0", 1, acknowledged=(request.attempt_id,), behind_weighted_tokens=first + second), 10.0)
-    assert awaited_at(state, 10.0) == expected
-    state.note_first_token(request.attempt_id)
-    assert awaited_at(state, 10.0) == []
-    state.note_ended(request.attempt_id)
-    state.check_invariants()
-
-
-def test_media_that_a_worker_has_are_not_awaited() -> None:
-    state = cluster_of(num_encoders=1)
-    request = query(5 * BLOCK_SIZE, image(0, digit="a"), 30, image(1, digit="b"), 20)
-    knows_prompt(state, "w0", replace(request, scheme_to_hashes={SCHEME: blocks_of(request)[: 16 * 10]}))
-    route(state, request)
-    assert [num for _, num in awaited_at(state, 0.0)] == [pytest.approx(64 + 20, rel=0.05)]
-
-
-def test_a_report_says_which_features_have_landed_and_which_are_late() -> None:
-    state = cluster_of(num_encoders=1)
-    film, picture = query(10, video(0, 4, "a"), attempt="film"), query(10, image(0, digit="b"), attempt="picture")
-    route(state, film, 0.0)
-    route(state, picture, 0.0)
-    before = awaited_at(state, 0.0)
-    assert len(before) == 5
-    total = sum(num for _, num in before)
-    acknowledged = (film.attempt_id, picture.attempt_id)
-    first_s, first = before[0]
-    state.apply(worker_report("w0", 1, acknowledged=acknowledged, behind_weighted_tokens=total - first), first_s)
-    assert awaited_at(state, 0.0) == before[1:], "the first unit has landed in time"
-    second_s = min(at_s for at_s, num in before[1:] if num < 60)
-    state.apply(worker_report("w0", 2, behind_weighted_tokens=total - first), second_s + 0.01)
-    late = awaited_at(state, 0.0)
-    of_film = [at_s for at_s, num in late if num < 60]
-    assert of_film == pytest.approx([at_s + 0.01 for at_s, num in before[1:] if num < 60]), "all others are as late"
-    state.apply(worker_report("w0", 3, behind_weighted_tokens=0.0), second_s + 0.02)
-    assert awaited_at(state, 0.0) == []
-    state.check_invariants()
-
-
-def test_a_report_says_nothing_of_features_of_requests_that_it_does_not_contain() -> None:
-    state = cluster_of(num_encoders=1)
-    route(state, query(10, image(0), 10))
-    before = awaited_at(state, 0.0)
-    state.apply(worker_report("w0", 1, behind_weighted_tokens=0.0), 99.0)
-    assert awaited_at(state, 0.0) == before != []
-
-
-def test_many_moments_become_fewer_and_later_ones() -> None:
-    workers = cluster_of().columns(0.0).workers
-    workers.list_awaited(0, [(float(number), 1.0) for number in range(2 * MAX_AWAITED + 1)])
-    num = int(workers.num_awaited[0])
-    assert workers.awaited[:num, 0].tolist() == [*range(2, 2 * MAX_AWAITED, 3), 2 * MAX_AWAITED][:num]
-    assert workers.awaited[MAX_AWAITED : MAX_AWAITED + num, 0].sum() == 2 * MAX_AWAITED + 1
-    workers.list_awaited(0, [(7.0, 3.0)])
-    assert (workers.num_awaited[0], workers.awaited[0, 0], workers.awaited[MAX_AWAITED, 0]) == (1, 7.0, 3.0)
 
 
 def test_the_running_step_is_waited_for_and_its_tokens_are_no_longer_queued() -> None:

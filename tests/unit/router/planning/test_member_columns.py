@@ -1,4 +1,4 @@
-"""Tests that the C search reads the columns that Python keeps."""
+"""Tests the columns of members, and that the C search reads those that Python keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from planning_samples import encoder_member, worker_member
 
 from fabric.c_structures import declared_structure
 from router.planning import compiled_search
-from router.planning.member_columns import EncoderColumns, SlotColumns, WorkerColumns
+from router.planning.member_columns import MAX_AWAITED, EncoderColumns, SlotColumns, WorkerColumns
 
 
 @pytest.mark.parametrize(("columns", "member"), [(WorkerColumns, worker_member), (EncoderColumns, encoder_member)])
@@ -48,3 +48,14 @@ def test_each_column_is_a_row_of_one_table() -> None:
         assert [row.shape for row in rows] == [(columns.capacity,)] * len(rows)
         assert all(np.shares_memory(row, columns._table) for row in rows)
         assert len({row.ctypes.data for row in rows}) == len(columns._table)
+
+
+def test_many_moments_become_fewer_and_later_ones() -> None:
+    workers = WorkerColumns()
+    workers.add(worker_member("w"), 0)
+    workers.list_awaited(0, [(float(number), 1.0) for number in range(2 * MAX_AWAITED + 1)])
+    num = int(workers.num_awaited[0])
+    assert workers.awaited[:num, 0].tolist() == [*range(2, 2 * MAX_AWAITED, 3), 2 * MAX_AWAITED][:num]
+    assert workers.awaited[MAX_AWAITED : MAX_AWAITED + num, 0].sum() == 2 * MAX_AWAITED + 1
+    workers.list_awaited(0, [(7.0, 3.0)])
+    assert (workers.num_awaited[0], workers.awaited[0, 0], workers.awaited[MAX_AWAITED, 0]) == (1, 7.0, 3.0)
