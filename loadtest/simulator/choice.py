@@ -120,16 +120,7 @@ def curve(scale: ChoiceScale, loads: Sequence[float] = (0.5, 0.8, 0.95, 1.05)) -
     encoders and that of the network. The middle of all axes is one point, which runs once."""
     names = ("joint", *SEQUENTIAL)
     points = _curve_points(scale, loads)
-    unique: list[tuple[ClusterSettings, WorkloadSpec]] = []
-    for one in points:
-        if (one.settings, one.workload) not in unique:
-            unique.append((one.settings, one.workload))
-    runs = [
-        SimRun(name, replace(settings, policy=name), workload, scale.seed)
-        for settings, workload in unique
-        for name in names
-    ]
-    summaries = [summarise(each) for each in run_all(runs, scale.num_processes)]
+    found = _run_points(points, names, scale)
     rows = [
         [
             "axis",
@@ -143,37 +134,60 @@ def curve(scale: ChoiceScale, loads: Sequence[float] = (0.5, 0.8, 0.95, 1.05)) -
         ]
     ]
     axis_to_lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    ratios: list[float] = []
-    for one in points:
-        first = len(names) * unique.index((one.settings, one.workload))
-        found = summaries[first : first + len(names)]
-        lines = axis_to_lines.setdefault(one.axis, {name: [] for name in names})
-        for name, summary in zip(names, found, strict=True):
-            lines[name].append((one.x, summary.ttft.p99))
-        media = [_media_p99(summary) for summary in found]
-        ratios.append(found[0].ttft.p99 / min(summary.ttft.p99 for summary in found[1:]))
-        rows.append(
-            [
-                one.axis,
-                f"{one.x:g}",
-                f"{one.workload.rate:.0f}",
-                *(f"{summary.ttft.p99:.0f}" for summary in found),
-                f"{ratios[-1]:.2f}",
-                f"{media[0] / max(min(media[1:]), 1e-9):.2f}",
-                f"{found[0].bound.p99:.0f}",
-                f"{found[0].encoder_busy:.0%}",
-            ]
-        )
+    for point, summaries in zip(points, found, strict=True):
+        rows.append(_curve_row(point, summaries))
+        lines = axis_to_lines.setdefault(point.axis, {name: [] for name in names})
+        for name, summary in zip(names, summaries, strict=True):
+            lines[name].append((point.x, summary.ttft.p99))
     plots = [
         Plot(f"curve-{axis.split()[0]}", f"TTFT p99 over the {axis}", axis, "ms", lines)
         for axis, lines in axis_to_lines.items()
     ]
+    ratios = [_p99_ratio(summaries) for summaries in found]
     text = (
         "The 99th percentile of the time to first token, of the joint plan and of the sequential policies. The joint "
         f"plan takes {min(ratios):.2f} to {max(ratios):.2f} times that of the best sequential policy. The load is a "
         "share of the least work (`sim_runs.capacity`), so that the real one is higher."
     )
     return Experiment("curve", (text, rows, *plots), ())
+
+
+def _run_points(points: Sequence[CurvePoint], names: Sequence[str], scale: ChoiceScale) -> list[list[Summary]]:
+    """Returns the summaries of each point, one for each policy in the order of `names`."""
+    unique: list[tuple[ClusterSettings, WorkloadSpec]] = []
+    for one in points:
+        if (one.settings, one.workload) not in unique:
+            unique.append((one.settings, one.workload))
+    runs = [
+        SimRun(name, replace(settings, policy=name), workload, scale.seed)
+        for settings, workload in unique
+        for name in names
+    ]
+    summaries = [summarise(each) for each in run_all(runs, scale.num_processes)]
+    firsts = [len(names) * unique.index((one.settings, one.workload)) for one in points]
+    return [summaries[first : first + len(names)] for first in firsts]
+
+
+def _curve_row(point: CurvePoint, summaries: Sequence[Summary]) -> list[str]:
+    """Returns a point's row of the table. The first summary is that of the joint plan."""
+    joint, *_ = summaries
+    joint_media, *others_media = (_media_p99(summary) for summary in summaries)
+    return [
+        point.axis,
+        f"{point.x:g}",
+        f"{point.workload.rate:.0f}",
+        *(f"{summary.ttft.p99:.0f}" for summary in summaries),
+        f"{_p99_ratio(summaries):.2f}",
+        f"{joint_media / max(min(others_media), 1e-9):.2f}",
+        f"{joint.bound.p99:.0f}",
+        f"{joint.encoder_busy:.0%}",
+    ]
+
+
+def _p99_ratio(summaries: Sequence[Summary]) -> float:
+    """Returns the first policy's p99 of the time to first token, divided by the least of the others'."""
+    joint, *others = (summary.ttft.p99 for summary in summaries)
+    return joint / min(others)
 
 
 class CurvePoint(NamedTuple):

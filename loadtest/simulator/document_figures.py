@@ -205,51 +205,22 @@ def only_encoding(table: CostTable, width: int = 8192) -> CostTable:
     )
 
 
+PICTURES: Sequence[Sequence[Part]] = [[("image", f"m{index}")] for index in range(4)]
+"""Holds the media of four requests, each with a picture of its own."""
+BOTH_MEDIA: Sequence[Part] = [("video-10s", "v"), ("audio-30s", "a")]
+
+
 def encoding_times() -> DocumentFigure:
     """Simulates the tables of encoding times of both articles: one request with the media of the row on one encoder."""
-    rows: list[FigureRow] = []
-    omni = load_table("omniconnector-a100")
-    # Each row has the medium, the article's milliseconds, its megabytes, and its width.
-    for what, medium, document_ms, document_mb, width in (
-        ("a picture of 448 x 448", "image", 4.8, 8, 4096),
-        ("a picture of six tiles", "image-hd", 12.3, 48, 4096),
-        ("30 frames", "video-30f", 48.7, 30, 4096),
-        ("120 frames", "video-120f", 187, 125, 8192),
-        ("30 s of sound", "audio-30s", 2.9, 6, 4096),
-        ("120 s of sound", "audio-120s", 11.2, 24, 4096),
-    ):
-        settings = ClusterSettings(only_encoding(omni, width), 1, 1, max_batch_cost=65536, max_step_tokens=16384)
-        result = SimCluster(settings).run([request(0, "alone", [(medium, "m")])])
-        rows.append(FigureRow(f"{what}, A100", document_ms, 1e3 * result.outcomes[0].first_token_s, "ms"))
-        rows.append(FigureRow(f"{what}, output", document_mb, result.max_kept_bytes / 2**20, "MiB"))
     dynamo = only_encoding(load_table("dynamo-h100"))
-
     h100 = ClusterSettings(dynamo, 1, 1, max_batch_cost=65536, max_step_tokens=32768, num_decoders=64)
-    pictures = [[("image", f"m{index}")] for index in range(4)]
-
-    def together_ms(requests: Sequence[Sequence[Part]]) -> float:
-        """Returns the time for which pictures are encoded that arrive while another one keeps the device busy."""
-        busy = request(0, "busy", [("image", "first")], at_s=0.1)
-        later = [request(1 + index, "later", parts, at_s=0.101) for index, parts in enumerate(requests)]
-        ends = [one.first_token_s for one in SimCluster(h100).run([busy, *later]).outcomes]
-        return 1e3 * (0.001 + max(ends[1:]) - ends[0])
-
-    both: list[Part] = [("video-10s", "v"), ("audio-30s", "a")]
-    for what, document_ms, milliseconds in (
-        ("a picture of 336 x 336", 5, first_token_ms(h100, pictures[0])),
-        ("four of 336 x 336", 12, together_ms(pictures)),
-        ("10 s of video, 30 frames", 48, first_token_ms(h100, both[:1])),
-        ("30 s of sound by Whisper-small", 85, first_token_ms(h100, both[1:])),
-        ("10 s of video and 30 s of sound", 120, first_token_ms(h100, both)),
-    ):
-        rows.append(FigureRow(f"{what}, H100", document_ms, milliseconds, "ms"))
-    apart_ms = first_token_ms(replace(h100, num_encoders=2), both)
-    one_request_ms = together_ms([[part for parts in pictures for part in parts]])
+    apart_ms = first_token_ms(replace(h100, num_encoders=2), BOTH_MEDIA)
+    one_request_ms = _together_ms(h100, [[part for parts in PICTURES for part in parts]])
     return DocumentFigure(
         "encoding",
         "Encoding times and output sizes by modality",
         f"{OMNICONNECTOR} (A100) and {DYNAMO} (H100)",
-        tuple(rows),
+        (*_a100_rows(), *_h100_rows(h100)),
         (
             "preparation, transfer and prefill take no time here; the times of the rows with one medium are the "
             "tables' own costs, so these rows show that the pipeline adds nothing to them",
@@ -266,6 +237,46 @@ def encoding_times() -> DocumentFigure:
             "the row of text takes no encoding",
         ),
     )
+
+
+def _a100_rows() -> list[FigureRow]:
+    rows: list[FigureRow] = []
+    omni = load_table("omniconnector-a100")
+    # Each row has the medium, the article's milliseconds, its megabytes, and its width.
+    for what, medium, document_ms, document_mb, width in (
+        ("a picture of 448 x 448", "image", 4.8, 8, 4096),
+        ("a picture of six tiles", "image-hd", 12.3, 48, 4096),
+        ("30 frames", "video-30f", 48.7, 30, 4096),
+        ("120 frames", "video-120f", 187, 125, 8192),
+        ("30 s of sound", "audio-30s", 2.9, 6, 4096),
+        ("120 s of sound", "audio-120s", 11.2, 24, 4096),
+    ):
+        settings = ClusterSettings(only_encoding(omni, width), 1, 1, max_batch_cost=65536, max_step_tokens=16384)
+        result = SimCluster(settings).run([request(0, "alone", [(medium, "m")])])
+        rows.append(FigureRow(f"{what}, A100", document_ms, 1e3 * result.outcomes[0].first_token_s, "ms"))
+        rows.append(FigureRow(f"{what}, output", document_mb, result.max_kept_bytes / 2**20, "MiB"))
+    return rows
+
+
+def _h100_rows(settings: ClusterSettings) -> list[FigureRow]:
+    return [
+        FigureRow(f"{what}, H100", document_ms, milliseconds, "ms")
+        for what, document_ms, milliseconds in (
+            ("a picture of 336 x 336", 5, first_token_ms(settings, PICTURES[0])),
+            ("four of 336 x 336", 12, _together_ms(settings, PICTURES)),
+            ("10 s of video, 30 frames", 48, first_token_ms(settings, BOTH_MEDIA[:1])),
+            ("30 s of sound by Whisper-small", 85, first_token_ms(settings, BOTH_MEDIA[1:])),
+            ("10 s of video and 30 s of sound", 120, first_token_ms(settings, BOTH_MEDIA)),
+        )
+    ]
+
+
+def _together_ms(settings: ClusterSettings, requests: Sequence[Sequence[Part]]) -> float:
+    """Returns the milliseconds for which pictures are encoded that arrive while another one keeps the device busy."""
+    busy = request(0, "busy", [("image", "first")], at_s=0.1)
+    later = [request(1 + index, "later", parts, at_s=0.101) for index, parts in enumerate(requests)]
+    ends = [one.first_token_s for one in SimCluster(settings).run([busy, *later]).outcomes]
+    return 1e3 * (0.001 + max(ends[1:]) - ends[0])
 
 
 def encoding_batches() -> DocumentFigure:
@@ -312,48 +323,50 @@ def encoding_batches() -> DocumentFigure:
 # ---------------------------------------------------------------- load
 
 
+TEXT_COSTS = WorkerCosts(0.006, 3e-5, 1.25e-5, 8192, 327680)
+"""Gives the article's rate for text alone."""
+BATCH_COSTS = WorkerCosts(0.0055, 1e-4, 2.565e-5, 8192, 327680)
+"""Has the cost of a token that the article's batch of 32 implies."""
+MIX_TO_FIGURES: Mapping[str, tuple[Mapping[str, float], float, float, float]] = {
+    "100 % text": ({"text": 1.0}, 48.2, 82, 145),
+    "90 % text, 10 % pictures": ({"text": 0.9, "image": 0.1}, 45.1, 85, 162),
+    "80 % text, 10 % pictures, 10 % video": ({"text": 0.8, "image": 0.1, "video-30f": 0.1}, 38.7, 91, 245),
+    "50 % text, 30 % pictures, 20 % video": ({"text": 0.5, "image": 0.3, "video-30f": 0.2}, 24.3, 128, 387),
+    "100 % video": ({"video-30f": 1.0}, 6.8, 195, 523),
+}
+"""Maps each mix of the article to its shares, and to the article's requests/s and milliseconds of TTFT, p50 and p99."""
+
+
+def _summary_of_mix(
+    mix: Mapping[str, float], costs: WorkerCosts, num_requests: int, mean_prompt: int, num_clients: int
+) -> Summary:
+    """Simulates one worker with these costs and two encoders, and so many clients that send one request after the
+    other."""
+    table = msgspec.structs.replace(load_table("omniconnector-a100"), worker=costs)
+    settings = ClusterSettings(table, 1, 2, max_step_tokens=8192, num_blocks=12000)
+    spec = WorkloadSpec(num_requests, 100.0, mix, mean_prompt=mean_prompt, prompt_spread=0.4, mean_output=20)
+    return summarise(SimCluster(settings).run(list(generate(spec, 7)), num_clients=num_clients), 0.1)
+
+
 def mixed_workload() -> DocumentFigure:
     """Simulates the article's five mixes with the number of clients that gives its rate for text alone."""
-    base = load_table("omniconnector-a100")
-    table = msgspec.structs.replace(base, worker=WorkerCosts(0.006, 3e-5, 1.25e-5, 8192, 327680))
-    settings = ClusterSettings(table, 1, 2, max_step_tokens=8192, num_blocks=12000)
-    mixes: Mapping[str, tuple[Mapping[str, float], float, float, float]] = {
-        "100 % text": ({"text": 1.0}, 48.2, 82, 145),
-        "90 % text, 10 % pictures": ({"text": 0.9, "image": 0.1}, 45.1, 85, 162),
-        "80 % text, 10 % pictures, 10 % video": ({"text": 0.8, "image": 0.1, "video-30f": 0.1}, 38.7, 91, 245),
-        "50 % text, 30 % pictures, 20 % video": ({"text": 0.5, "image": 0.3, "video-30f": 0.2}, 24.3, 128, 387),
-        "100 % video": ({"video-30f": 1.0}, 6.8, 195, 523),
-    }
     rows: list[FigureRow] = []
     num_clients = 26
     rates: list[float] = []
-    for what, (mix, rate, p50, p99) in mixes.items():
-        spec = WorkloadSpec(400, 100.0, mix, mean_prompt=1250, prompt_spread=0.4, mean_output=20)
-        requests = list(generate(spec, 7))
-        summary = summarise(SimCluster(settings).run(requests, num_clients=num_clients), 0.1)
+    for what, (mix, rate, p50, p99) in MIX_TO_FIGURES.items():
+        summary = _summary_of_mix(mix, TEXT_COSTS, 400, 1250, num_clients)
         rates.append(summary.requests_per_s)
         rows.append(FigureRow(f"{what}: requests/s", rate, summary.requests_per_s, "1/s", 0.25))
         rows.append(FigureRow(f"{what}: TTFT p50", p50, summary.ttft.p50, "ms", 0.5))
         rows.append(FigureRow(f"{what}: TTFT p99", p99, summary.ttft.p99, "ms", 0.5))
-    # The batch of 32 has another cost of a token, with which a text of this length gives the rate for text alone.
+    # With the cost of a token in the batch of 32, a text of this length gives the rate for text alone.
     batch_prompt, num_few = 480, 4
-    batch_table = msgspec.structs.replace(base, worker=WorkerCosts(0.0055, 1e-4, 2.565e-5, 8192, 327680))
     many, few, tenth = (
-        summarise(
-            SimCluster(replace(settings, table=batch_table)).run(
-                list(
-                    generate(
-                        WorkloadSpec(200, 100.0, mix, mean_prompt=batch_prompt, prompt_spread=0.4, mean_output=20), 7
-                    )
-                ),
-                num_clients=count,
-            ),
-            0.1,
-        )
-        for mix, count in (
-            (mixes["100 % video"][0], num_clients),
-            (mixes["100 % video"][0], num_few),
-            (mixes["80 % text, 10 % pictures, 10 % video"][0], num_clients),
+        _summary_of_mix(MIX_TO_FIGURES[what][0], BATCH_COSTS, 200, batch_prompt, count)
+        for what, count in (
+            ("100 % video", num_clients),
+            ("100 % video", num_few),
+            ("80 % text, 10 % pictures, 10 % video", num_clients),
         )
     )
     rows.append(FigureRow("10 % pictures cost", 6.4, 100 * (1 - rates[1] / rates[0]), "%", 0.5))

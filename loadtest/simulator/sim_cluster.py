@@ -96,6 +96,29 @@ class ClusterSettings:
                 f"a cluster needs at least one worker and one router, not {self.num_workers} and {self.num_routers}"
             )
 
+    def worker_config(self) -> WorkerConfig:
+        """Returns the config of the production code in each worker."""
+        return WorkerConfig(
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            max_step_tokens=self.max_step_tokens,
+            max_sequences=self.max_sequences,
+            report_interval_s=self.report_interval_s,
+            is_prefix_cache_enabled=self.is_prefix_cache_enabled,
+        )
+
+    def encoder_config(self) -> EncoderConfig:
+        """Returns the config of the production code in each encoder."""
+        return EncoderConfig(
+            modalities=tuple(self.table.modality_to_encoding),
+            max_batch_cost=self.max_batch_cost,
+            max_queue_cost=1 << 40,
+            max_decoded_cost=max(1 << 18, 4 * self.max_batch_cost),
+            num_decode_processes=0,
+            lease_s=1e9,
+            report_interval_s=self.report_interval_s,
+        )
+
     def member(self, kind: str, index: int) -> Member:
         """Returns the record of a worker or an encoder."""
         machine = f"m{index // MACHINE_SIZE}"
@@ -139,60 +162,16 @@ class SimCluster:
 
     def __init__(self, settings: ClusterSettings, policy_of: Callable[[int], RoutingPolicy] | None = None) -> None:
         self.settings = settings
-        table = settings.table
         self.loop = VirtualLoop()  # type: ignore[abstract]  # it has no sockets
-        self._delay_s = table.message_s
-        rng = random.Random(settings.seed)
-        worker_config = WorkerConfig(
-            block_size=settings.block_size,
-            num_blocks=settings.num_blocks,
-            max_step_tokens=settings.max_step_tokens,
-            max_sequences=settings.max_sequences,
-            report_interval_s=settings.report_interval_s,
-            is_prefix_cache_enabled=settings.is_prefix_cache_enabled,
-        )
-        encoder_config = EncoderConfig(
-            modalities=tuple(table.modality_to_encoding),
-            max_batch_cost=settings.max_batch_cost,
-            max_queue_cost=1 << 40,
-            max_decoded_cost=max(1 << 18, 4 * settings.max_batch_cost),
-            num_decode_processes=0,
-            lease_s=1e9,
-            report_interval_s=settings.report_interval_s,
-        )
-        is_fast = settings.is_fast and not settings.shares_devices
+        self._delay_s = settings.table.message_s
         self.workers: dict[MemberId, SimWorker] = {}
-        self.encoders: dict[MemberId, SimEncoder] = {}
         for index in range(settings.num_workers):
             member = settings.member("worker", index)
-            worker = SimWorker(
-                member,
-                worker_config,
-                table,
-                self.loop,
-                self,
-                settings.max_model_len,
-                settings.report_spacing_s,
-                is_fast=is_fast,
-            )
-            worker.slowness = _in_turn(settings.worker_slowness, index)
-            self.workers[member.member_id] = worker
+            self.workers[member.member_id] = self._new_worker(member, index)
+        self.encoders: dict[MemberId, SimEncoder] = {}
         for index in range(settings.num_encoders):
             member = settings.member("encoder", index)
-            encoder = SimEncoder(
-                member,
-                encoder_config,
-                table,
-                self.loop,
-                self,
-                settings.arena_bytes,
-                settings.num_decoders,
-                settings.report_spacing_s,
-            )
-            encoder.slowness = _in_turn(settings.encoder_slowness, index)
-            for worker_id in self.workers:
-                encoder.worker_came(worker_id)
-            self.encoders[member.member_id] = encoder
+            self.encoders[member.member_id] = self._new_encoder(member, index)
         self._members: list[SimWorker | SimEncoder] = [*self.workers.values(), *self.encoders.values()]
         self._id_to_member = {one.member.member_id: one.member for one in self._members}
         self._address_to_worker = {one.member.address: one for one in self.workers.values()}
@@ -200,27 +179,8 @@ class SimCluster:
         self._device_free_s: dict[str, float] = {}
         self._encoder_to_calls: dict[MemberId, dict[int, Callable[[EncodeResult | WeftError], None]]] = {}
         self._num_calls = 0
-        shape = ModelShape(table.worker.hidden_size, 1, 1, 1, 1, 1, settings.max_model_len)
-        num_blocks = settings.num_workers * settings.num_blocks
-        planner_settings = PlannerSettings(max_index_blocks=max(1 << 18, num_blocks))
-        self.routers: list[SimRouter] = []
-        for index in range(settings.num_routers):
-            router_rng = make_cluster_rng(settings.seed, index)
-            policy = (
-                make_policy(settings.policy, router_rng, settings.block_size) if policy_of is None else policy_of(index)
-            )
-            router = SimRouter(
-                MemberId(f"router-{index}"),
-                ClusterState(shape, settings.block_size, router_rng, planner_settings),
-                policy,
-                self.loop,
-                self,
-                2 * table.worker.hidden_size,
-                waits_for_media=settings.waits_for_media,
-            )
-            router.report_delay_s = settings.report_delay_s
-            router.update_members(list(self._id_to_member.values()))
-            self.routers.append(router)
+        self.routers = [self._new_router(index, policy_of) for index in range(settings.num_routers)]
+        rng = random.Random(settings.seed)
         for one in self._members:
             # The first reports are there before the first request; the later ones come at moments of their own.
             one.start(rng.random() * 1e-3)
@@ -233,6 +193,58 @@ class SimCluster:
         self._is_closed = False
         self._outcomes: list[Outcome] = []
         self._on_end: Callable[[Outcome], None] = lambda outcome: None
+
+    def _new_worker(self, member: Member, index: int) -> SimWorker:
+        settings = self.settings
+        worker = SimWorker(
+            member,
+            settings.worker_config(),
+            settings.table,
+            self.loop,
+            self,
+            settings.max_model_len,
+            settings.report_spacing_s,
+            is_fast=settings.is_fast and not settings.shares_devices,
+        )
+        worker.slowness = _in_turn(settings.worker_slowness, index)
+        return worker
+
+    def _new_encoder(self, member: Member, index: int) -> SimEncoder:
+        """Returns an encoder that knows all workers."""
+        settings = self.settings
+        encoder = SimEncoder(
+            member,
+            settings.encoder_config(),
+            settings.table,
+            self.loop,
+            self,
+            settings.arena_bytes,
+            settings.num_decoders,
+            settings.report_spacing_s,
+        )
+        encoder.slowness = _in_turn(settings.encoder_slowness, index)
+        for worker_id in self.workers:
+            encoder.worker_came(worker_id)
+        return encoder
+
+    def _new_router(self, index: int, policy_of: Callable[[int], RoutingPolicy] | None) -> SimRouter:
+        """Returns a router that knows all members."""
+        settings, hidden_size = self.settings, self.settings.table.worker.hidden_size
+        rng = make_cluster_rng(settings.seed, index)
+        shape = ModelShape(hidden_size, 1, 1, 1, 1, 1, settings.max_model_len)
+        planner_settings = PlannerSettings(max_index_blocks=max(1 << 18, settings.num_workers * settings.num_blocks))
+        router = SimRouter(
+            MemberId(f"router-{index}"),
+            ClusterState(shape, settings.block_size, rng, planner_settings),
+            make_policy(settings.policy, rng, settings.block_size) if policy_of is None else policy_of(index),
+            self.loop,
+            self,
+            2 * hidden_size,
+            waits_for_media=settings.waits_for_media,
+        )
+        router.report_delay_s = settings.report_delay_s
+        router.update_members(list(self._id_to_member.values()))
+        return router
 
     def run(
         self,

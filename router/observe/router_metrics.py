@@ -51,6 +51,15 @@ class RouterMetrics:
         self.registry.register(self.reports)
         self._gauge("requests_in_flight", "Requests that are admitted and have not ended.", num_in_flight)
         self._gauge("bodies_bytes", "Bytes of the bodies of the requests in flight.", num_bodies_bytes)
+        self._add_outcomes()
+        self._add_media()
+        self._add_admission()
+        self._add_tokens()
+        self._add_times()
+        self._add_predictions()
+
+    def _add_outcomes(self) -> None:
+        """Adds what became of requests, of their attempts and of the calls to members."""
         self.requests = self._counter("requests", "Requests that ended, by code (`ok` or an error's).", ["code"])
         self.attempts = self._counter(
             "attempts", "Attempts that ended, by outcome (`ok`, `degraded` or an error's code).", ["outcome"]
@@ -61,6 +70,8 @@ class RouterMetrics:
             ["kind", "code"],
         )
         self.frames_dropped = self._counter("frames_dropped", "Token frames that were not used, by reason.", ["reason"])
+
+    def _add_media(self) -> None:
         self.requests_with = self._counter(
             "requests_with", "Requests that had a medium of this modality.", ["modality"]
         )
@@ -74,6 +85,9 @@ class RouterMetrics:
         self.degraded = self._counter(
             "degraded", "Items that the model did not get as they were sent.", ["modality", "action", "reason"]
         )
+
+    def _add_admission(self) -> None:
+        """Adds the waits and decisions of admission, and what it charges to tenants."""
         self.capacity_wait = self._histogram(
             "capacity_wait_seconds",
             "Waits at the router for members, for room in a KV cache or for a turn, by how they ended (`served`, "
@@ -99,12 +113,17 @@ class RouterMetrics:
         self.tenant_encoder_s = self._counter(
             "tenant_encoder_seconds", "Time of encoders' forward passes for a tenant.", ["tenant"]
         )
+
+    def _add_tokens(self) -> None:
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended.")
         self.prefix_hit_tokens = self._counter("prefix_hit_tokens", "Prompt tokens that were found in a KV cache.")
         self.covered_items = self._counter(
             "covered_items", "Items that were not encoded because a KV cache covers them."
         )
         self.completion_tokens = self._counter("completion_tokens", "Generated tokens.")
+
+    def _add_times(self) -> None:
+        """Adds the times of requests, as this router measured them."""
         self.ttft = self._histogram("ttft_seconds", "Time from the arrival of a request to its first token.", SECONDS)
         self.itl = self._histogram("itl_seconds", "Time between two tokens of a choice.", SECONDS)
         self.e2e = self._histogram("e2e_seconds", "Time from the arrival of a request to its end.", SECONDS)
@@ -115,6 +134,9 @@ class RouterMetrics:
             SECONDS,
             ["stage"],
         )
+
+    def _add_predictions(self) -> None:
+        """Adds how well plans predicted the time to first token, and each stage of it."""
         self.predicted_ttft = self._histogram(
             "predicted_ttft_seconds", "Time to first token that the planner predicted.", SECONDS
         )

@@ -53,32 +53,7 @@ def search(
     if library is None:
         return None
     workers, encoders, media = columns.workers, columns.encoders, _flattened(query, columns, hints)
-    question = _QUESTION.pack(
-        now,
-        settings.stale_after_s,
-        MAX_SILENCE_S,
-        query.token_count,
-        columns.context_scale_tokens,
-        next((run.offset for run in query.placeholders if run.length > 0), query.token_count),
-        address_of(hints.depths),
-        0 if hints.promised_tokens is None else address_of(hints.promised_tokens),
-        settings.tolerance,
-        settings.affinity_limit_s,
-        settings.exploration,
-        EXPLORED,
-        chance.tie_break,
-        chance.explore,
-        min(settings.num_alternatives, _MAX_ALTERNATIVES),
-        MAX_TRIALS,
-        query.priority,
-        query.feature_row_bytes,
-        len(encoders.rates),
-        len(columns.links),
-        *media.counts,
-        address_of(columns.patterns.pattern_of_worker),
-        address_of(columns.patterns.classes),
-        address_of(columns.links),
-    )
+    question = _packed(query, columns, hints, now, settings, chance, media.counts)
     memory = _MEMORY
     memory.reserve_answer(_HEAD + (settings.num_alternatives + 1) * (_TERMS + _ITEM * media.num_items))
     while True:
@@ -102,6 +77,44 @@ def search(
 
 
 # ------------------------------------------------------------ the question
+
+
+def _packed(
+    query: RouteQuery,
+    columns: ClusterColumns,
+    hints: QueryHints,
+    now: float,
+    settings: PlanSettings,
+    chance: Chance,
+    counts: Sequence[int],
+) -> bytes:
+    """Returns `Question` of `route_search.c`. The arrays that it points to must outlive the call of C."""
+    return _QUESTION.pack(
+        now,
+        settings.stale_after_s,
+        MAX_SILENCE_S,
+        query.token_count,
+        columns.context_scale_tokens,
+        next((run.offset for run in query.placeholders if run.length > 0), query.token_count),
+        address_of(hints.depths),
+        0 if hints.promised_tokens is None else address_of(hints.promised_tokens),
+        settings.tolerance,
+        settings.affinity_limit_s,
+        settings.exploration,
+        EXPLORED,
+        chance.tie_break,
+        chance.explore,
+        min(settings.num_alternatives, _MAX_ALTERNATIVES),
+        MAX_TRIALS,
+        query.priority,
+        query.feature_row_bytes,
+        len(columns.encoders.rates),
+        len(columns.links),
+        *counts,
+        address_of(columns.patterns.pattern_of_worker),
+        address_of(columns.patterns.classes),
+        address_of(columns.links),
+    )
 
 
 class _FlatMedia(NamedTuple):
