@@ -2,12 +2,9 @@
 
 `request_run` is the task of one request, and `attempt` is one try at it: planned, dispatched, then ended or aborted.
 `encode_dispatcher` keeps the worker of an attempt supplied with features. `failures` decides what failures mean for
-the request, `request_output` carries its tokens and text to the reader, `admission` limits what is in flight and
-charges tenants, `turn` lets a request wait for workers and for room in them, and `context` holds what else all
-requests of one router share.
 the request, and `request_output` carries its tokens and text to the reader. `admission` limits what is in flight and
-charges tenants, `turn` takes a request through the gate, and `context` holds what else all requests of one router
-share.
+charges tenants, `turn` lets a request wait for its turn and for room at workers, and `context` holds what else all
+requests of one router share.
 
 The router service creates the shared objects and starts a `RequestRun` for each request; `router.edge` reads the
 `RequestStream`. The folder reaches members only through `Pools` and the message plane, and takes its decisions about
