@@ -1,8 +1,9 @@
 """Keeps the router's picture of the cluster, and makes plans from it.
 
-It owns the indexes, the members' columns, the learned costs, the in-flight accounting and the exclusions. All input
-arrives by method calls with the time as an argument; no input that arrives, is late or is missing makes it fail. It
-knows nothing of sockets, or of other routers: it sees what they dispatched in the members' reports.
+`ClusterState` owns the indexes, the members' columns, the learned costs, the in-flight accounting and the exclusions.
+All input arrives by method calls with the time, on the router's clock, as an argument; no message can make a call fail,
+however late it is. The module knows nothing of sockets, or of other routers: what they dispatched is in the members'
+reports.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureE
 
 @dataclass(frozen=True, slots=True)
 class PlannerSettings:
+    """Holds the settings of the planner and of the router's indexes."""
+
     max_index_blocks: int = 1 << 20
+    """Limits the KV blocks that the index of one scheme knows."""
     max_index_items: int = 1 << 16
+    """Limits the features that an index of features knows."""
     stale_after_s: float = 3.0
     """The router takes a member whose last report is older than this for silent: it does not trust the cache of the
     member, and counts what it has open there as not done."""
@@ -288,7 +293,7 @@ class ClusterState:
             age_s = now - float(encoders.report_at_s[slot]) if encoders.is_reported[slot] else 0.0
             key = key_of(seconds, float(encoders.patience[slot]), age_s, priority)
             decode_s = sum(terms.decode_s for terms in own)
-            # A request that waits for another's feature keeps the flight up if the other one is aborted.
+            # A request that waits for the feature of another request keeps the flight if that request is aborted.
             done: dict[MmHash, float] = {}
             for terms in own:
                 done.setdefault(terms.mm_hash, now + terms.landing_s - terms.transfer_s)

@@ -310,7 +310,7 @@ class Learning:
 LINK_HALF_LIFE_S = 300.0
 """This is the time after which an observation of a link counts half."""
 LINK_MEMORY = 40.0
-"""Limits as how many all observations of a link together count."""
+"""This is the number of observations as which all observations of a link together count at most."""
 _SHORTEST_S = 1e-8
 """No transfer is shorter; a shorter one shows only the clock."""
 _FEW = 3.0

@@ -58,12 +58,14 @@ class SlotColumns:
     num_open: Column
     """Counts this router's attempts that have not ended on the member."""
     open_units: Column
-    """Sums their work: weighted tokens on a worker, seconds of forward passes on an encoder."""
+    """Sums the work of these attempts: weighted tokens on a worker, seconds of forward passes on an encoder."""
     num_pending: Column
     """Counts the attempts that no report contains yet; `pending_units` sums their work."""
     pending_units: Column
     report_at_s: Column
+    """Holds the time at which the last report came; it is 0 for a member without a report."""
     is_reported: Column
+    """Is 1.0 for a member that has reported, and 0.0 for any other slot."""
     barred_until_s: Column
     """Plans do not use the member before this time. It is infinite for a slot without a member."""
 
@@ -80,7 +82,8 @@ class SlotColumns:
         return len(self.members)
 
     def add(self, member: Member, slot: int) -> None:
-        """Takes a new member into a free slot."""
+        """Takes a new member into a free slot, and clears its columns. If the slot is beyond the capacity, all columns
+        move to larger arrays."""
         while slot >= self.capacity:
             self._grow(2 * self.capacity)
         self.members += [None] * (slot + 1 - len(self.members))
@@ -91,7 +94,7 @@ class SlotColumns:
         self._clear(slot)
 
     def remove(self, member_id: MemberId) -> None:
-        """Frees the slot of a member that has left."""
+        """Frees the slot of a member that has left. Raises KeyError for a member without a slot."""
         slot = self.member_to_slot.pop(member_id)
         self.members[slot] = None
         self._table[:, slot] = 0.0
@@ -156,15 +159,22 @@ class WorkerColumns(SlotColumns):
     num_queued: Column
     """Counts the tokens that could be computed at the report, without weights."""
     num_decoding: Column
+    """Counts the sequences that decoded at the report."""
     max_step_tokens: Column
+    """Limits the tokens of one step; it is `UNLIMITED` if the limit is not known."""
     num_there: Column
     """Counts the sequences that run or wait."""
     max_sequences: Column
+    """Limits the sequences of one step; it is 0 if the limit is not known."""
     residence_s: Column
+    """Holds the mean time from a sequence's first step to its end; it is 0 until a sequence has ended."""
     kv_blocks_total: Column
+    """Counts the blocks of the KV pool; it is 0 if the size is not known."""
     kv_blocks_used: Column
     inbox_bytes: Column
+    """Holds the size of the inbox in bytes."""
     reported_base_s: Column
+    """Holds the overhead of a step that the worker measured."""
     reported_decode_s: Column
     """Holds the time that the worker measured for each decoding sequence, together with `reported_base_s`."""
     step_left_s: Column
@@ -174,11 +184,12 @@ class WorkerColumns(SlotColumns):
     num_awaited: Column
     """Counts the entries of `awaited` that are in use."""
     block_size: Column
+    """Counts the tokens of one KV block."""
     base_s: Column
     """Holds the believed overhead of a step; `per_token_s` is that of a weighted token."""
     per_token_s: Column
     delivery_s: Column
-    """Holds the time that a request takes to the worker together with its first token's way back."""
+    """Holds the believed time of a request's way to the worker together with its first token's way back."""
 
     def __init__(self) -> None:
         self.awaited: Floats = np.zeros((2 * MAX_AWAITED, 0))
@@ -243,10 +254,10 @@ class WorkerColumns(SlotColumns):
 
 def arriving_tokens(report: WorkerReport, num_behind: float) -> float:
     """Returns how many of `num_behind` weighted tokens behind missing features join the next step of a worker, which
-    takes the tokens that are queued already. Features arrive in the time for which sequences lately waited for them:
-    all of them, if that time is shorter than a step, and otherwise the part that the step is of it. Without these
-    tokens, a worker would look idle whose features arrive in the moment after its report, and whose next step is the
-    longest."""
+    takes the tokens that are queued already. The features are assumed to arrive evenly within the time for which
+    sequences lately waited for features. So all of these tokens join if that time is shorter than a step, and otherwise
+    as large a part of them as the step is of that time. Without these tokens, a worker whose features arrive just after
+    its report would look idle, although its next step is its longest."""
     engine = report.engine
     step_s = report.step_overhead_s + report.decode_s_per_sequence * engine.num_decoding
     step_s += report.prefill_s_per_token * engine.queued_weighted_tokens
@@ -259,13 +270,16 @@ class EncoderColumns(SlotColumns):
     """Holds the rest of the running forward pass at the report, and `unit_s` the mean duration of a pass."""
     unit_s: Column
     patience: Column
+    """Holds the patience of the encoder's queue (`fabric.contracts.key_of`)."""
     decode_left_s: Column
     """Holds the time until a decode process was free at the report, `decode_queue_s` the decoding time of all items
     that waited, and `decode_short_s` that of the items of one unit among them."""
     decode_queue_s: Column
     decode_short_s: Column
     num_decoders: Column
+    """Counts the decode processes."""
     pending_decode_s: Column
+    """Holds the decoding time of the items that were dispatched and are in no report yet."""
 
     def __init__(self) -> None:
         self.profiles: Floats = np.zeros((PROFILE_LENGTH, 0))

@@ -114,7 +114,7 @@ class LearnedLine:
         self._changed(self)
 
     def _counted(self, actual_s: float, predicted_s: float) -> tuple[float, float]:
-        """Returns as which time an observation counts, and the share of the error by which it moves the line."""
+        """Returns the time as which an observation counts, and the share of the error by which it moves the line."""
         if self._seen_at_s is None:
             return actual_s, 1.0
         log_predicted, last = log(predicted_s), self._last_surprise  # A quotient of tiny times would leave the floats.

@@ -37,6 +37,8 @@ from router.planning.plan_types import Line, RoutePlan, RouteQuery
 
 
 class WorkerState:
+    """A `WorkerState` is a worker with the order of its reports and its learned costs."""
+
     def __init__(self, member: Member, prefill: LearnedLine, delivery: LearnedLine) -> None:
         self.member = member
         self.freshness = Freshness()
@@ -50,6 +52,8 @@ class WorkerState:
 
 
 class EncoderState:
+    """An `EncoderState` is an encoder with the order of its reports and its learned costs."""
+
     def __init__(self, member: Member, cost: EncoderCost) -> None:
         self.member = member
         self.freshness = Freshness()
@@ -213,10 +217,10 @@ class InFlight:
 
     def note_behind(self, report: WorkerReport, now: float) -> None:
         """Takes from a worker's report how many weighted tokens wait for features there; the columns have taken the
-        rest of the report. The worker has computed or queued the rest of what was awaited, and that is assumed to be
-        what should have landed first. If the first features that an attempt still lacks are late, all its features are
-        late by as much, because they are made one after the other. Tokens that other routers' requests await join the
-        queue as features lately have."""
+        rest of the report. Awaited tokens that the report no longer counts were computed or queued; they are assumed to
+        be those whose features should have landed first. If the first features that an attempt still lacks are late,
+        all its features are late by as much, because they are made one after the other. Tokens that other routers'
+        requests await join the queue as `arriving_tokens` says."""
         slot, num_tokens = self._workers.member_to_slot[report.worker_id], report.engine.behind_weighted_tokens
         awaited = self._slot_to_awaited.get(slot)
         if not awaited:

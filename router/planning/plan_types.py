@@ -101,6 +101,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
+    """A `RoutePlan` is where one attempt goes: its worker, and an encoder for each item that the worker lacks."""
+
     attempt_id: AttemptId
     worker_id: MemberId
     worker_address: str
@@ -117,6 +119,8 @@ class RoutePlan:
 
 
 class Assignment(NamedTuple):
+    """An `Assignment` sends one item to an encoder."""
+
     item_index: int
     encoder_id: MemberId
 

@@ -11,9 +11,9 @@ step with other requests:
     dispatched since   is behind that queue, and joins when this request does
     awaits features    joins when its features land, as far as this router knows when that is
 
-Of the running step, a worker reports when it should end, if that step computes prompt tokens. Tokens of this request
-that wait for features meet the same steps when their features land: they wait for the end of the step that runs then,
-and share the next one with what other requests have there.
+A worker reports when its running step should end, if that step computes prompt tokens. Tokens of this request that wait
+for features meet the same steps when their features land: they wait for the end of the step that runs then, and share
+the next step with the tokens of other requests.
 
 Scarce resources (places in a step, KV blocks) become free as sequences end; until then the requests ahead continue. A
 silent worker (`member_columns`) has done what it could do since its last report, counts all that this router has open
@@ -23,7 +23,8 @@ An encoder serves its queue by the rule of `fabric.contracts.encoder_queue`, and
 module, for all encoders and for all sizes of new work.
 
 The functions change no column. They compute with numpy; a plan takes the same from `predictions.h` where there is a
-compiler, and a test holds the two equal. They know nothing of media, of links, or of a request except its size.
+compiler, and a test holds the two equal. Times that end in `_s` are seconds from now, and `now` is on the router's
+clock. The module knows nothing of media, of links, or of a request except its size.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class WorkerTimes(NamedTuple):
     weighted: Floats
     """Counts the weighted tokens to compute."""
     own_s: Floats
-    """Holds the time that they take."""
+    """Holds the time that these weighted tokens take (`weighted * s_per_token`)."""
     queue_s: Floats
     """This is the time until the first step that computes a part of the request begins."""
     shared_s: Floats
@@ -103,7 +104,9 @@ class MediaRuns(NamedTuple):
     """Holds the runs of placeholders of some media. All arrays have shape `(runs,)`."""
 
     unit: npt.NDArray[np.int64]
+    """Holds the number of each run's unit: a column of the landings."""
     end: Floats
+    """Holds the position in the prompt at which each run ends."""
     behind: Floats
     """Counts the weighted tokens from the run's start to the end of the prompt."""
 
@@ -112,7 +115,8 @@ class MediaRuns(NamedTuple):
 
 
 def worker_times(workers: WorkerColumns, size: RequestSize, now: float, stale_after_s: float) -> WorkerTimes:
-    """Predicts the times of a request that arrives at `now`."""
+    """Predicts the times of a request that arrives at `now`. A worker is silent if its last report is older than
+    `stale_after_s`."""
     num, num_tokens = len(workers), float(size.num_tokens)
     queues = _worker_queues(workers, now, stale_after_s)
     block_size = np.maximum(workers.block_size[:num], 1.0)
@@ -150,7 +154,7 @@ def await_landings(
 ) -> None:
     """Raises `end_s`, the end of each worker's prefill, where the landings permit no earlier end. `landings_s` has
     shape `(rows, units)`; the row of each worker's slot is in `row_of_worker`. A negative landing says that the worker
-    has the unit. Only the workers of `slots` are looked at."""
+    has the unit. The ends of workers outside `slots` stay as they are; without `slots`, all workers are considered."""
     due_s, tokens = _awaited(workers, now)
     behind = np.minimum(runs.behind, times.weighted[:, None])
     own_s, is_missing = times.s_per_token[:, None] * behind, runs.end > times.covered[:, None]
@@ -173,10 +177,11 @@ class KnownStep(NamedTuple):
     nothing follows them."""
 
     busy_s: float
-    """Holds when the full steps ahead of it begin, or `begin_s` if there are none."""
+    """Holds when the full steps ahead of this step begin, or `begin_s` if there are none."""
     begin_s: float
     end_s: float
     num_tokens: float
+    """Counts the weighted tokens of other requests in the step."""
 
 
 class WorkerSchedule(NamedTuple):
@@ -184,11 +189,16 @@ class WorkerSchedule(NamedTuple):
     end of a step until the full steps ahead of the next one begin."""
 
     free_s: float
+    """Holds when the running step ends."""
     step_s: float
+    """Holds the duration of a step without its prompt tokens."""
     s_per_token: float
     room: float
+    """Counts the prompt tokens that fit in one step."""
     decode_s: float
+    """Holds the duration of a step that only decodes; it is 0 where no sequence decodes."""
     steps: list[KnownStep]
+    """Holds the known steps with room, in order of time."""
 
     @classmethod
     def of(
@@ -246,7 +256,7 @@ def _awaited(workers: WorkerColumns, now: float) -> tuple[Floats, Floats]:
 
 
 def device_waits(encoders: EncoderColumns, now: float, stale_after_s: float, priority: int) -> DeviceWaits:
-    """Returns the waits at all encoders for new work that arrives at `now`. They equal those of
+    """Returns the waits at all encoders for new work of this priority that arrives at `now`. The waits equal those of
     `fabric.contracts.wait_s` for one encoder and one size of work; what this router has open on a silent encoder, and
     the silence itself, count in addition."""
     silence_s = encoders.silence_s(now, stale_after_s)

@@ -73,7 +73,8 @@ def plan_route(
     chance: Chance,
 ) -> RoutePlan:
     """Returns the plan with the earliest predicted first token: a worker, and an encoder for each item that the worker
-    lacks. Of workers that are near-equal, it takes one with the fewest open attempts; chance decides among those.
+    lacks. Of workers that are near-equal, it takes one with the fewest open attempts; chance decides among those. `now`
+    is on the router's clock.
 
     Raises NoCapacity if there is no worker, or if no encoder can take a modality; the error then names the modality.
     """
@@ -90,10 +91,10 @@ def plan_encoding(
     settings: PlanSettings,
     chance: Chance,
 ) -> tuple[ItemTerms, ...]:
-    """Returns encoders, chosen by the same landing times, for items that a worker needs after all (because it evicted
-    them, or because an encoder is lost).
+    """Returns encoders, chosen by the same landing times, for items that a worker needs after all, because the worker
+    has evicted them or an encoder is lost. The terms are in order of index.
 
-    Raises NoCapacity, naming the modality, if no encoder can take it.
+    Raises NoCapacity if no encoder can take a modality; the error names the modality.
     """
     return RouteSearch(query, columns, hints, now, settings, chance).plan_encoding(worker_id, frozenset(item_indexes))
 
@@ -282,8 +283,8 @@ class RouteSearch:
     def _best_improved(
         self, scores: WorkerScores, winner: int, best: Improved, others: Sequence[int]
     ) -> tuple[int, Improved]:
-        """Improves the encoders of the next workers too, as far as their links or their lacking media differ: what is
-        gained there may be more. Returns the best worker with its encoders."""
+        """Improves the encoders of the next workers too, as far as their links or their lacking media differ, because
+        more may be gained there than for the winner. Returns the best worker with its encoders."""
         landed, times = scores.landed, scores.times
         assert landed is not None, "the winner lacks media"
         rows, best_s = {int(landed.row_of_worker[winner])}, self._choice_s(scores, winner, best)
@@ -502,7 +503,7 @@ class WorkerScores(NamedTuple):
     end_s: Floats
     """Holds the end of the prefill."""
     ttft_s: Floats
-    """Is infinite for a worker that the request can't use."""
+    """Holds the time to first token; it is infinite for a worker that the request can't use."""
     least_own_s: float
     """This is the least time of the request's own work on any usable worker."""
     landed: WorkerLandings | None
