@@ -429,7 +429,7 @@ void ht_leave(Table *t, uint32_t member) {
     if (!t->cursor) begin_sweep(t);
 }
 
-/* Takes the members that left out of the next `count` entries, and deletes entries that nobody holds. Returns 0 if
+/* Takes the members that left out of the next `count` entries, and deletes entries without a holder. Returns 0 if
  * there is nothing left to sweep. */
 uint32_t ht_sweep(Table *t, uint32_t count) {
     uint32_t clean = 0; /* a set without members that left; the empty set is one */
@@ -602,7 +602,7 @@ int ht_check(const Table *t) {
         if (entry->parent == NONE) continue;
         num++;
         if (entry->parent >= t->high || (entry->parent && t->entries[entry->parent].parent == NONE)) broken = 2;
-        else if (!entry->set && !entry->children) broken = 3; /* nobody holds it, and nothing is below it */
+        else if (!entry->set && !entry->children) broken = 3; /* It has neither holders nor children. */
         else if (entry->set >= t->high_set || (entry->set && !t->sets[entry->set].refs)) broken = 4;
         else if (find(t, entry->key) != e) broken = 5;
         else children[entry->parent]++, refs[entry->set]++;

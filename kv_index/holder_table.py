@@ -66,7 +66,7 @@ class HolderTable(Protocol):
         ...
 
     def sweep(self, num_entries: int = SWEPT_PER_CALL) -> None:
-        """Takes members that left out of this many entries, and deletes those that nobody holds."""
+        """Takes members that left out of this many entries, and deletes those without a holder."""
         ...
 
     def store(self, member: int, parent: bytes | None, hashes: bytes) -> bool:
@@ -425,7 +425,7 @@ class PlainTable:
         return False
 
     def _delete_if_void(self, row: int) -> bool:
-        """Deletes the entry if nobody holds it and nothing is below it. Returns whether it did."""
+        """Deletes the entry if it has neither holders nor children. Returns whether it did."""
         is_void = bool(row and not self._masks[row] and not self._children[row])
         if is_void:
             self._delete(row)

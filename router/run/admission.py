@@ -45,8 +45,9 @@ class TenantBook:
         self._is_open = self._tenants == (ANONYMOUS,)
 
     def find(self, key: str | None) -> Tenant:
-        """Returns the tenant of a request with this key. Without configured tenants, any key and none will do. Raises
-        Unauthorized."""
+        """Returns the tenant of a request with this key. Without configured tenants, every request belongs to
+        `ANONYMOUS`, with any key or with none. Raises Unauthorized if the key belongs to no tenant, or if a key is
+        missing and every tenant has one."""
         if self._is_open:
             return ANONYMOUS
         if key is None:
@@ -70,9 +71,9 @@ class RequestTerms(NamedTuple):
     tenant: Tenant
     is_batch: bool
     ages_at_s: float
-    """From this time on a request of the class `batch` counts as interactive."""
+    """From this time on the router's clock, a request of the class `batch` counts as interactive."""
     first_token_by_s: float | None
-    """This is the request's deadline for its first token."""
+    """This is the request's deadline for its first token, on the router's clock; None if it has none."""
 
     @classmethod
     def of(cls, chat: ChatRequest, tenant: Tenant, batch_wait_s: float, now: float) -> RequestTerms:
@@ -121,7 +122,7 @@ class UsageLimit:
     """The rate is an average in which the weight of what was given back falls by e in this time."""
 
     def __init__(self, limit: int | None) -> None:
-        """Creates a limit of which nothing is used; None is no limit."""
+        """Creates a limit of which nothing is used. The limit None lets everything pass."""
         self.limit = limit
         self.used = 0
         self._given_back = 0.0

@@ -1,7 +1,7 @@
 """An attempt is one try at a request: it is planned, dispatched to the worker and the encoders at the same moment, and
 then ended or aborted.
 
-It knows nothing of text, of clients or of other attempts.
+The module knows nothing of text, of clients or of other attempts.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from router.run.failures import Setbacks
 
 
 class Attempt:
-    """An `Attempt` is used in this order: call `dispatch`, await `result`, call `close`. The other methods may be
-    called in between."""
+    """An `Attempt` is used in this order: its owner calls `dispatch`, awaits `result` and calls `close`. The owner may
+    call the other methods in between."""
 
     def __init__(
         self,
@@ -222,8 +222,8 @@ class Attempt:
             self._ended.put_nowait(error)
 
     def member_left(self, member_id: MemberId) -> None:
-        """Ends open calls to a member as lost, because the directory no longer lists the member. (A drained member
-        finishes what it accepted before it leaves; a frozen one never would.)"""
+        """Ends open calls to a member as lost, because the directory no longer lists the member. A drained member
+        finishes its calls before it leaves, so only a dead or frozen member has any."""
         if self._is_closed or self.plan is None or self._dispatcher is None:
             return
         if self.plan.worker_id == member_id and self._generate is not None:

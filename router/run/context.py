@@ -71,6 +71,8 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class RouterContext:
+    """A `RouterContext` holds what all requests of one router share. It lives as long as the router."""
+
     member_id: MemberId
     config: RouterConfig
     feature_row_bytes: int
@@ -119,7 +121,7 @@ class RouterContext:
 
 class Pools(NamedTuple):
     """Holds the calls to named replicas as the router sees them. `deploy` implements them in one process and over Ray
-    Serve. To cancel the task that awaits a call cancels the call; that is the abort."""
+    Serve. A call is aborted by cancelling the task that awaits it."""
 
     workers: WorkerPool
     encoders: EncoderPool
@@ -127,16 +129,17 @@ class Pools(NamedTuple):
 
 class WorkerPool(Protocol):
     async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
-        """Runs an attempt on a worker; the call stays open until the attempt's terminal event. Raises TargetGone (the
-        worker had left before the call), WorkerLost (it died during the call), or what the worker raised."""
+        """Runs an attempt on a worker; the call stays open until the attempt's terminal event. Raises TargetGone if the
+        worker had left before the call, WorkerLost if the worker died during the call, or what the worker raised."""
         ...
 
 
 class EncoderPool(Protocol):
     async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """Encodes the items of a request; `media` is one encoded file per item. Raises TargetGone, EncoderLost, or what
-        the encoder raised (Overloaded when its queue is full, WorkerBackedUp when only the share of the request's
-        worker is full)."""
+        """Encodes the items of a request; `media` holds the file of each item, as the client sent it. Raises TargetGone
+        if the encoder had left before the call, EncoderLost if the encoder died during the call, or what the encoder
+        raised: Overloaded if its queue is full, and WorkerBackedUp if only the share of the request's worker is
+        full."""
         ...
 
 
@@ -168,7 +171,7 @@ class CapacityGate:
         return self._queue.num_waiting
 
     def must_wait(self, newcomer: Waiter, room: KvRoom) -> bool:
-        """Returns whether a request must join the queue: because others are ahead of it, or because no worker has room
+        """Returns whether a request must join the queue, because other requests are ahead of it or no worker has room
         for it. `room` is what the supply has said about the request."""
         if not self._queue.num_waiting:
             return self._queue.lacks_room(newcomer, room, self.clock.now())
@@ -201,8 +204,8 @@ class CapacityGate:
             asyncio.get_running_loop().call_soon(self._release)
 
     def blocks_freed(self) -> None:
-        """Does the same after a pause, because a worker has reported: the reports of a large cluster come in close
-        succession, and one look serves all of them."""
+        """Does what `changed` does, after a pause, because a worker has reported. The reports of a large cluster come
+        in close succession, and one look serves all of them."""
         if self._queue.num_waiting and self._pause is None:
             self._pause = asyncio.get_running_loop().call_later(REPORT_PAUSE_S, self._end_pause)
 

@@ -1,7 +1,7 @@
 """Keeps one attempt's worker supplied with features. It requests an encoding for each item that the worker lacks,
 requests it again when a feature is lost, and uses another encoder when one fails.
 
-It knows nothing of tokens or of the worker's call.
+The module knows nothing of tokens or of the worker's call.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ SHORTEST_CALL_S = 0.1
 
 
 class OpenEncode(NamedTuple):
+    """An `OpenEncode` is a call to an encoder that has not ended."""
+
     encoder_id: MemberId
     items: tuple[int, ...]
     host: str
     """Names the machine of the encoder."""
     sent_at_s: float
+    """Holds the time of the call on the router's clock."""
 
 
 class Dispatch(NamedTuple):
@@ -296,9 +299,9 @@ class EncodeDispatcher:
         return self._dispatch.deadline_s - self._context.clock.now() - self._context.config.encode_grace_s
 
     async def _encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """Calls an encoder and returns its result. However busy it is, a working encoder answers within the time that
-        the call has left; an encoder that does not is considered silent, and its call is cancelled, which frees what
-        the call holds there. Raises DeadlineExceeded."""
+        """Calls an encoder and returns its result. A working encoder answers within the time that the call has left,
+        however busy it is. An encoder that does not answer is considered silent, and the call is cancelled, which frees
+        what the call holds there. Raises DeadlineExceeded for a silent encoder, and what the encoder raised."""
         limit_s = request.time_left_s + self._context.config.encode_grace_s
         call = self._context.tasks.spawn(self._context.pools.encoders.encode(encoder_id, request, media), "encode call")
         try:

@@ -145,9 +145,9 @@ class Setbacks:
         return frozenset(ends_s)
 
     def exclude(self, member_id: MemberId, error: WeftError, now: float, least_s: float = 0.0) -> None:
-        """Excludes a member that failed this request: other members are preferred, or waited for, for the exclusion
-        time, but at least for `least_s`. A busy member's own `retry_after_s`, if it gave one, is used as the exclusion
-        time."""
+        """Excludes a member that failed this request: until the exclusion ends, the request goes to other members or
+        waits for them. The exclusion takes the `retry_after_s` that a busy member gave, or else `exclusion_s`, and
+        never less than `least_s` seconds."""
         has_retry_time = isinstance(error, Busy) and error.retry_after_s is not None
         exclusion_s = error.retry_after_s or 0.0 if has_retry_time else self._exclusion_s
         self._member_to_end_s[member_id] = now + max(least_s, exclusion_s)

@@ -62,8 +62,8 @@ class RequestStream:
     # ------------------------------------------------------------ the writer's side
 
     def write(self, choice: int, text: str) -> None:
-        """Adds text of a choice, possibly empty; takes the finish reason from the choice. A write counts as the first
-        event."""
+        """Adds text of a choice, which may be empty, and takes the finish reason from the choice. The first write
+        starts the stream."""
         pending = self._pending[choice]
         if pending is not None:
             if text:
@@ -111,7 +111,7 @@ class RequestStream:
     # ------------------------------------------------------------ the reader's side
 
     async def started(self) -> None:
-        """Waits until the first token is there. Raises the failure if that came first."""
+        """Waits until the first token is there. Raises the failure if the stream failed before the first token."""
         await self._started.wait()
         if self._error is not None and not self._has_news():
             raise self._error

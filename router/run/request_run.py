@@ -39,9 +39,7 @@ from fabric.contracts import (
 )
 from router.api import Usage
 from router.observe import RequestTrace, Timing
-from router.planning import (
-    RoutePlan,
-)
+from router.planning import RoutePlan
 from router.prompt import Prompt
 from router.run.admission import AttemptUsage, RequestTerms
 from router.run.attempt import Attempt
@@ -188,8 +186,8 @@ class RequestRun:
             self._conclude()
 
     def _break(self, error: Exception) -> None:
-        """Logs an error that no part of the router expects, and ends the stream with it. Call it where the error was
-        caught."""
+        """Logs an error that no part of the router expects, and ends the stream with it. It must be called in the
+        `except` block that caught the error."""
         name = self.stream.request_id
         logger.exception("request %s failed with an unexpected exception", name, extra={"request_id": name})
         self.stream.fail(WeftError(f"an internal error occurred ({type(error).__name__})"))
