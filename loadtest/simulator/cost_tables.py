@@ -2,7 +2,7 @@
 
 A table is a JSON file in `tables/` or anywhere else. It names its source, what was assumed where the source is silent,
 and the media that it knows. `measured_table` makes one of the results of `weft bench`. The module knows nothing of
-clocks and of who spends the time.
+clocks, or of the components that spend the time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class EncodingCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the time of a forward pass over a batch of this cost."""
         points = self.forward
         if cost <= points[0][0] or len(points) == 1:
-            # Below the first point a pass costs what the first point costs, but for the share that the slope explains.
+            # Below the first point, the line through the first two goes on, but not below the share of the cost.
             if len(points) == 1:
                 return points[0][1] * cost / points[0][0]
             (x0, y0), (x1, y1) = points[:2]

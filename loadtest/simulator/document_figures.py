@@ -25,10 +25,13 @@ DYNAMO = "the article on multimodal routing in Dynamo"
 
 @dataclass(frozen=True, slots=True)
 class FigureRow:
+    """A `FigureRow` is one number of a document beside that of the simulator."""
+
     what: str
     document: float
     simulated: float
     unit: str
+    """Names the unit of both numbers."""
     tolerance: float = 0.1
     """Sets the relative difference up to which the simulator counts as reproducing the document."""
 
@@ -43,12 +46,16 @@ class FigureRow:
 
 @dataclass(frozen=True, slots=True)
 class DocumentFigure:
+    """A `DocumentFigure` is one figure of a document with what the simulator gives for it."""
+
     name: str
     title: str
     source: str
     rows: tuple[FigureRow, ...]
     assumed: tuple[str, ...]
+    """Lists what the document does not say, and what the simulation takes instead."""
     notes: tuple[str, ...] = ()
+    """Lists where the document contradicts itself, and why rows differ."""
 
 
 def request(number: int, kind: str, parts: Iterable[Part], num_output: int = 1, at_s: float = 0.1) -> SimRequest:

@@ -41,7 +41,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._now_s
 
     def at(self, when_s: float, run: Callable[..., object], *arguments: Any) -> asyncio.TimerHandle:
-        """Schedules an event; a time that has passed means now. The handle can cancel it."""
+        """Schedules an event at a virtual time in seconds; an event in the past runs now. Returns the handle that
+        cancels the event."""
         handle = asyncio.TimerHandle(when_s, run, arguments, self, _CONTEXT)
         self._num_scheduled += 1
         heappush(self._heap, (max(when_s, self._now_s), self._num_scheduled, handle))

@@ -65,7 +65,8 @@ class RoutingPolicy(Protocol):
 
 
 class JointPolicy:
-    """Is the production plan, and what the other policies have in common: they know the members and nothing else."""
+    """A `JointPolicy` takes the production plan. The other policies derive from it, because they keep the members and
+    restrict the production plan in the same way."""
 
     name = "joint"
 
@@ -294,7 +295,7 @@ class KvOnlyPolicy(RoundRobinPolicy):
 
 
 class EncoderFirstPolicy(JointPolicy):
-    """Chooses encoders without a look at the workers, and then the worker with the earliest first token for them."""
+    """Chooses encoders without regard to workers, and then the worker with the earliest first token for them."""
 
     name = "encoder-first"
 

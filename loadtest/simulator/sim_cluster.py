@@ -51,7 +51,7 @@ STUCK_S = 600.0
 FIRST_ARRIVAL_S = 0.05
 """No request arrives earlier, so that routers have the first report of every member before."""
 DIRECTORY_S = 1.0
-"""The directory leaves out a dead member from this long after its death."""
+"""The directory no longer lists a member this long after the member's death."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class ClusterSettings:
 
 @dataclass(slots=True)
 class SimResult:
-    """Holds what a run gave. Times are virtual except `cpu_s`."""
+    """Holds the results of a run. Times are virtual seconds, except `cpu_s`, which is processor time."""
 
     policy: str
     outcomes: list[Outcome]
@@ -150,15 +150,15 @@ class SimResult:
     max_feature_bytes: int
     """Holds the most bytes of features that any one worker had."""
     max_kept_bytes: int
-    """Holds the most bytes that a worker would have had, had it kept features until the ends of their requests."""
+    """Holds the most bytes that a worker would have had if it had kept features until the ends of their requests."""
     max_kv_blocks: int
     stage_to_error: Mapping[str, tuple[int, float, float, float]] = field(default_factory=dict)
     """Maps each stage to (observations, predicted, actual, sum of absolute errors)."""
 
 
 class SimCluster:
-    """A `SimCluster` runs once. `policy_of` makes the policy of a router, by its number, where it is not that of the
-    settings."""
+    """A `SimCluster` runs once. `policy_of` makes the policy of a router from the router's number; without it, every
+    router has the policy of the settings."""
 
     def __init__(self, settings: ClusterSettings, policy_of: Callable[[int], RoutingPolicy] | None = None) -> None:
         self.settings = settings
@@ -253,7 +253,8 @@ class SimCluster:
         num_clients: int = 0,
     ) -> SimResult:
         """Runs all requests, which must be in order of arrival, to their ends. Calls `on_end` with each outcome. With
-        `num_clients`, so many clients send one request after the other, and the times of arrival have no meaning."""
+        `num_clients`, so many clients send one request after the other, and the times of arrival have no meaning.
+        Raises RuntimeError if no request ends for `STUCK_S`, and the first error of an event."""
         begun_s = time.process_time()
         self._arrivals, self._on_end, self._is_closed = iter(requests), on_end, num_clients > 0
         for _ in range(num_clients or 1):

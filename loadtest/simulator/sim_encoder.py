@@ -56,7 +56,7 @@ _EMPTY = np.empty(0, dtype=np.uint8)
 _PIXEL = np.zeros((1, 1), dtype=np.float32)
 EncoderMessage = EncoderReport | FeatureEvents
 CALIBRATION_SIZES = (1, 4)
-"""An encoder measures batches of this many of the smallest unit of each modality at its start."""
+"""At its start, an encoder measures batches of the smallest unit of each modality, in these sizes."""
 
 
 class EncoderOutlets(Protocol):
@@ -149,7 +149,7 @@ class SimEncoder:
         self._features.worker_came(worker_id)
 
     def worker_left(self, worker_id: MemberId) -> None:
-        """Ends what was to be encoded for a worker that died, and its leases."""
+        """Drops the units that were to be encoded for a worker that died, and ends the worker's leases."""
         if self.is_alive:
             lost = WorkerLost(f"{worker_id} has left")
             self.pipeline.end_calls(lambda request: request.destination.worker_id == worker_id, lost)
@@ -163,7 +163,7 @@ class SimEncoder:
             self.pipeline.pump()
 
     def start(self, first_report_s: float) -> None:
-        """Measures its forward passes, as an encoder does at boot, and begins to report."""
+        """Measures the forward passes of the encoder, as at boot in production, and begins to report."""
         self._calibrate()
         self._loop.after(first_report_s, self._tick)
 

@@ -18,7 +18,7 @@ from loadtest.simulator.sim_cluster import SimResult
 from loadtest.simulator.sim_requests import Outcome
 
 WARM_UP = 0.05
-"""The first requests of a run, by this share, meet an empty cluster and count in no percentile."""
+"""This share of the requests, the first ones of a run, is part of no percentile, because the cluster is empty then."""
 Table = Sequence[Sequence[str]]
 """Holds rows of cells; the first row is the heading."""
 

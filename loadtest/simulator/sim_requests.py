@@ -19,12 +19,16 @@ The tokens of a text count up from its first one, so equal parts are equal text.
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
+    """A `SimRequest` is one request of a simulation."""
+
     index: int
     arrival_s: float
+    """Holds the virtual time of the arrival."""
     kind: str
     """Groups requests in the report: `text`, `image`, `video`, ..."""
     parts: tuple[Part, ...]
     num_output: int
+    """Counts the tokens of the answer."""
     first_output: int
     """Holds the first token of the answer; the others follow by counting, so that a later turn can contain it."""
     session: int = -1
@@ -41,6 +45,8 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class SimPrompt:
+    """A `SimPrompt` is a prompt with its placeholders expanded, as the router plans it."""
+
     token_ids: tuple[int, ...]
     placeholders: tuple[PlaceholderRange, ...]
     media: tuple[MediaItem, ...]

@@ -116,7 +116,7 @@ class SimRouter:
     # ------------------------------------------------------------ the cluster
 
     def receive(self, message: ClusterNews) -> None:
-        """Takes a report or events, late by the delay of reports."""
+        """Takes a report or events of a member. The router learns of them after `report_delay_s`."""
         if self.report_delay_s:
             self._loop.after(self.report_delay_s, self._apply, message)
         else:
@@ -279,8 +279,8 @@ class SimRouter:
         self._encode(routed, [(each.encoder_id, each.item_index) for each in terms])
 
     def _encode_again(self, routed: RoutedRequest, gone: set[MemberId]) -> None:
-        """Sends the items that were on encoders that left, and are not known to be encoded, to others. A worker that
-        has them already does not pull them again."""
+        """Sends the items of encoders that left to other encoders, unless the first token is there. A worker that has
+        the features of an item already does not pull them again."""
         plan = routed.plan
         assert plan is not None
         items = [each.item_index for each in plan.assignments if each.encoder_id in gone]
@@ -316,7 +316,8 @@ class SimRouter:
         self._outlets.ended(outcome)
 
     def worker_died(self, attempt_id: AttemptId, worker_id: MemberId, num_tokens: int) -> None:
-        """Notes that the open call of an attempt broke off after this many tokens of it had come."""
+        """Records that the open call of an attempt broke off after this many tokens had come, and starts another
+        attempt."""
         routed = self._attempt_to_routed.get(attempt_id)
         if routed is not None:
             routed.num_emitted += num_tokens

@@ -72,7 +72,8 @@ def carry_out(run: SimRun, progress: Synchronized[int] | None = None) -> SimResu
 
 
 def run_all(runs: Sequence[SimRun], num_processes: int, people: TextIO | None = sys.stderr) -> list[SimResult]:
-    """Returns the results of all runs, in order. Shows a bar on `people` while they go on."""
+    """Returns the results of all runs, in the order of the runs. Shows a progress bar on the stream `people` meanwhile.
+    Raises the error of a run that failed."""
     total = sum(run.num_requests for run in runs)
     if num_processes <= 1 or len(runs) == 1:
         context = multiprocessing.get_context("spawn")

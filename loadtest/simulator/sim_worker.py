@@ -4,9 +4,10 @@ A turn does what the engine's thread does in production (`llm_workers/engine.py`
 step, waits for as long as the step takes, commits it, and hands over one update. What the service does with an update
 happens at the same moment: reports, block events, results, and features that are needed.
 
-Where the next steps only decode the same sequences, the worker skips them: they are a *stretch*. It ends in time, or
-when a command arrives; the step that runs then is planned as usual. The features of a unit are pulled over one link,
-one after the other. The module knows nothing of routers' choices, and of encoders only what they announce.
+Where the next steps only decode the same sequences, the worker skips them: they are a *stretch*. A stretch ends after
+its last step. If a command arrives before that, the stretch ends with the step that runs then, which is planned as
+usual. The features of a worker are pulled over one link, one after the other. The module knows nothing of routers'
+choices, and nothing of encoders except their announcements.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ from loadtest.simulator.event_loop import VirtualLoop
 from modalities.family import Positions
 
 CALIBRATION = tuple(StepWork(decodes, tokens) for decodes, tokens in ((0, 16.0), (0, 512.0), (1, 0.0), (32, 0.0)))
-"""Lists the steps to which a worker fits its costs at its start, as a worker does at boot."""
+"""Lists the steps to which a worker fits its costs at its start, as at boot in production."""
 SNAPSHOT_PAGE_BLOCKS = 4096
 _EMPTY = np.empty(0, dtype=np.uint8)
 WorkerMessage = WorkerReport | KvEvents | KvSnapshot
@@ -235,8 +236,8 @@ class SimWorker:
                 send(KvSnapshot(worker_id, epoch, last_seq, tuple(chains), number, is_last))
 
     def start(self, first_report_s: float) -> None:
-        """Measures its steps, as a worker does at boot, and begins to report, once at once and then at the configured
-        interval."""
+        """Fits the worker's costs to its steps, as at boot in production, and begins to report: first after
+        `first_report_s`, and then at the configured interval."""
         self._reporter.costs.fit([(work, self._step_s(work)) for work in CALIBRATION])
         self._loop.after(first_report_s, self._tick)
 
@@ -389,7 +390,7 @@ class SimWorker:
         self._is_turning = True
         self._stretch = stretch = Stretch(now_s, step_s, num_steps, work)
         end_s = now_s
-        for _ in range(num_steps):  # the same sums as step by step, so that the times are equal to the last bit
+        for _ in range(num_steps):  # A product would round otherwise than the sums of single steps.
             end_s += step_s
         self._loop.at(end_s, self._end_stretch, stretch)
 
@@ -405,7 +406,7 @@ class SimWorker:
         stretch = self._stretch
         assert stretch is not None
         if not stretch.num_steps:
-            return  # the event that ends the stretch comes at this very time
+            return  # The event that ends the stretch comes at this time.
         self._stretch = None
         self._time.at_s = stretch.at_s
         plan = self.scheduler.plan_step()

@@ -36,7 +36,7 @@ class WorkloadSpec:
     burstiness: float = 1.0
     """Holds the coefficient of variation of the times between arrivals: 1 is a Poisson process, more is bursts."""
     mean_prompt: float = 800.0
-    """Holds the mean number of text tokens in front of the media, or of the whole text."""
+    """Holds the mean number of text tokens ahead of the media, or of the whole text."""
     prompt_spread: float = 0.8
     """Holds the standard deviation of the logarithm of that number; 0 makes all prompts equal."""
     mean_output: float = MEAN_OUTPUT
@@ -73,7 +73,8 @@ def parse_mix(text: str) -> dict[str, float]:
 
 
 def media_of(kind: str) -> list[str]:
-    """Returns the media of a kind: none for `text`, four for `image*4`, one each for `video-30f+audio-30s`."""
+    """Returns the names of the media of a kind: none for `text`, four for `image*4`, one each for
+    `video-30f+audio-30s`."""
     if kind == "text":
         return []
     names: list[str] = []
@@ -84,7 +85,7 @@ def media_of(kind: str) -> list[str]:
 
 
 def generate(spec: WorkloadSpec, seed: int) -> Iterator[SimRequest]:
-    """Yields the requests of the spec in order of arrival."""
+    """Yields the requests of the spec in order of arrival. The same spec and seed give the same requests."""
     rng = random.Random(seed)
     kinds, shares = list(spec.kind_to_share), list(spec.kind_to_share.values())
     system: tuple[Part, ...] = ((1 << 30, spec.system_tokens),) if spec.system_tokens else ()
