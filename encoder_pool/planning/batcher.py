@@ -24,7 +24,17 @@ from itertools import islice
 from math import exp2, inf
 from typing import NamedTuple
 
-from fabric.contracts import MemberId, Memory, MmHash, Rank, UnitKey, corrected
+from fabric.contracts import (
+    CHANGE_RUN,
+    COMMON_CHANGE,
+    MemberId,
+    Memory,
+    MmHash,
+    Rank,
+    SurpriseRun,
+    UnitKey,
+    corrected,
+)
 
 # ------------------------------------------------------------ the choice of a batch
 
@@ -209,11 +219,13 @@ class CostEstimate(NamedTuple):
 
 class ForwardCosts:
     """Predicts how long a forward pass takes. It keeps one line for each modality, because a patch and a mel frame do
-    not cost the same, and one line over all modalities for callers that do not name one."""
+    not cost the same, and one line over all modalities for callers that do not name one. A run of surprises, in passes
+    of any modality, shows that the device has changed: then the lines of all modalities change at once (ADR 69)."""
 
     def __init__(self) -> None:
         self._modality_to_cost: dict[str, ForwardCost] = {}
         self._mixed = ForwardCost()
+        self._run = SurpriseRun()
 
     @property
     def modalities(self) -> Iterable[str]:
@@ -222,7 +234,15 @@ class ForwardCosts:
 
     def observe(self, modality: str, cost: int, seconds: float, now_s: float | None = None) -> None:
         """Records one forward pass over units of `modality`, which ended at `now_s`."""
-        self._modality_to_cost.setdefault(modality, ForwardCost()).observe(cost, seconds, now_s)
+        own = self._modality_to_cost.setdefault(modality, ForwardCost())
+        predicted_s = own.known_pass_s(cost)
+        if predicted_s > 0.0 and (factor := self._run.change(predicted_s, seconds)):
+            own.rescale(factor)
+            self._mixed.rescale(factor)
+            for other in self._modality_to_cost.values():
+                if other is not own:
+                    other.rescale(factor ** (COMMON_CHANGE / (1.0 + COMMON_CHANGE)))
+        own.observe(cost, seconds, now_s)
         self._mixed.observe(cost, seconds, now_s)
 
     def estimate(self, modality: str) -> CostEstimate:
@@ -302,6 +322,19 @@ class ForwardCost:
             return False
         mean = self._x / self._weight
         return self._xx / self._weight - mean * mean > (LEAST_SPREAD * mean) ** 2
+
+    def rescale(self, factor: float) -> None:
+        """Lets the passes so far count as if they had taken `factor` times as long, and together as much as a run of
+        surprises does."""
+        kept = min(1.0, CHANGE_RUN / self._weight) if self._weight else 1.0
+        self._weight, self._x, self._xx = kept * self._weight, kept * self._x, kept * self._xx
+        self._y, self._xy = kept * factor * self._y, kept * factor * self._xy
+
+    def known_pass_s(self, cost: int) -> float:
+        """Returns the predicted seconds of a pass, or 0 if passes of about this size are unknown."""
+        is_known = self._weight > 0.0 and (self.has_spread or is_alike(cost, self._x / self._weight))
+        line = self.estimate()
+        return line.overhead_s + line.seconds_per_cost * cost if is_known else 0.0
 
     def estimate(self) -> CostEstimate:
         """Returns the current line; both numbers are zero until a pass was observed."""

@@ -105,7 +105,16 @@ from fabric.contracts.identity import (
     split_hashes,
     uniform,
 )
-from fabric.contracts.learned_cost import Memory, context_scale_tokens, corrected, weighted_tokens
+from fabric.contracts.learned_cost import (
+    CHANGE_RUN,
+    COMMON_CHANGE,
+    CONFIRMED,
+    Memory,
+    SurpriseRun,
+    context_scale_tokens,
+    corrected,
+    weighted_tokens,
+)
 from fabric.contracts.member_reports import (
     ArenaStats,
     DeviceStats,
@@ -154,6 +163,9 @@ from fabric.contracts.messages import (
 
 __all__ = [
     "ANCHOR_STRIDE",
+    "CHANGE_RUN",
+    "COMMON_CHANGE",
+    "CONFIRMED",
     "DTYPE_TO_BYTES",
     "EMPTY_PROFILE",
     "KV_HASH_BYTES",
@@ -235,6 +247,7 @@ __all__ = [
     "SnapshotRequest",
     "StageTimes",
     "StopConditions",
+    "SurpriseRun",
     "SystemClock",
     "TargetGone",
     "TokenFrame",

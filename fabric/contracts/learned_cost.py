@@ -9,6 +9,8 @@ does not depend on scale, keeps all coefficients positive, and corrects each in 
 prediction, so the estimate follows a machine that became slower, for any amounts. `Memory` says how far one observation
 may move an estimate, by the time between observations.
 
+`SurpriseRun` recognises that a machine has become slower or faster as a whole.
+
 This module knows nothing of a model except its hidden size, or of what the amounts are; the caller passes the time in.
 """
 
@@ -46,11 +48,12 @@ can still grow."""
 
 
 def corrected(
-    coefficients: Sequence[float], amounts: Sequence[float], actual_s: float, gain: float
+    coefficients: Sequence[float], amounts: Sequence[float], actual_s: float, gain: float, common: float = 0.0
 ) -> tuple[float, ...]:
     """Returns `coefficients` moved by the part `gain` (0 to 1) of the error, given that `amounts` (not negative) took
-    `actual_s`. Values that carry no information (not positive, not finite) change nothing, and a coefficient whose
-    amount is 0 does not change."""
+    `actual_s`. Values that carry no information (not positive, not finite) change nothing. `common` says how much more
+    a change of all coefficients by one factor varies than that of a single one, as a ratio of variances. With 0, a
+    coefficient whose amount is 0 does not change; the larger it is, the more alike do all coefficients move."""
     parts = [each * amount for each, amount in zip(coefficients, amounts, strict=True)]
     predicted_s = sum(parts)
     if not (0.0 < actual_s < inf and 0.0 < predicted_s < inf and min(amounts) >= 0.0):
@@ -62,8 +65,8 @@ def corrected(
         for part, amount in zip(parts, amounts, strict=True)
     ]
     # The step is divided by the squared norm of the shares, so that it takes the same part of the error at any amounts.
-    step = gain * log(surprise) / sum(share * share for share in shares)
-    return tuple(each * exp(step * share) for each, share in zip(coefficients, shares, strict=True))
+    step = gain * log(surprise) / (common + sum(share * share for share in shares))
+    return tuple(each * exp(step * (common + share)) for each, share in zip(coefficients, shares, strict=True))
 
 
 class Memory:
@@ -77,9 +80,10 @@ class Memory:
         self._weight = 0.0
         self._at_s = 0.0
 
-    def doubt(self) -> None:
-        """Lets all earlier observations count half, because something has changed."""
-        self._weight *= 0.5
+    def restart(self, weight: float) -> None:
+        """Lets all earlier observations together count as at most `weight`, because they are of a time before a
+        change."""
+        self._weight = min(self._weight, weight)
 
     def gain(self, now_s: float) -> float:
         """Records an observation now and returns its share of all weight. The share is at most a half, because no
@@ -87,3 +91,42 @@ class Memory:
         kept = self._weight * exp2(-max(0.0, now_s - self._at_s) / self._half_life_s)
         self._weight, self._at_s = min(kept + 1.0, self._max_weight), now_s
         return 1.0 / max(self._weight, 2.0)
+
+
+# ------------------------------------------------------------ sudden changes
+
+CONFIRMED = 1.5
+"""An observation is a surprise if it took longer or less time than predicted by more than this factor."""
+CHANGE_RUN = 4
+"""This is the number of surprises in a row, all in the same direction, that show that the machine has changed."""
+COMMON_CHANGE = 9.0
+"""This is the variance of a change of all costs by one factor, over that of a change of a single cost: a machine that
+changes usually becomes faster or slower at everything. Costs of which the observations say nothing then change by nine
+tenths of what they show."""
+
+
+class SurpriseRun:
+    """A `SurpriseRun` tells a sudden change of a machine's speed from a pause. A member does much of one kind of work,
+    such as steps that decode, and little of another, such as prompts, and a machine that is slower at the one is slower
+    at the other. So one run holds the observations of all kinds of work on a machine."""
+
+    def __init__(self) -> None:
+        self._ratios: list[float] = []
+        """Holds the actual times of the last surprises over the predicted ones."""
+
+    def change(self, predicted_s: float, actual_s: float) -> float | None:
+        """Takes an observation. Returns by which factor the times of the machine have changed, or None if nothing shows
+        a change. The factor is the least surprise of the run, so that a pause within the run does not count. The next
+        run begins after it."""
+        ratio = actual_s / predicted_s
+        if 1.0 / CONFIRMED <= ratio <= CONFIRMED:
+            self._ratios.clear()
+            return None
+        if self._ratios and (self._ratios[-1] > 1.0) != (ratio > 1.0):
+            self._ratios.clear()
+        self._ratios.append(ratio)
+        if len(self._ratios) < CHANGE_RUN:
+            return None
+        least = min(self._ratios) if ratio > 1.0 else max(self._ratios)
+        self._ratios.clear()
+        return least

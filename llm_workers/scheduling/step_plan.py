@@ -16,13 +16,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import log
+from math import inf
 from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import Memory, SamplingParams, SequenceId, TokenLogprobs, UnitKey, corrected, weighted_tokens
+from fabric.contracts import (
+    CHANGE_RUN,
+    COMMON_CHANGE,
+    CONFIRMED,
+    Memory,
+    SamplingParams,
+    SequenceId,
+    SurpriseRun,
+    TokenLogprobs,
+    UnitKey,
+    corrected,
+    weighted_tokens,
+)
 
 # ---------------------------------------------------------------- plan and result
 
@@ -331,9 +343,8 @@ HALF_LIFE_S = 5.0
 """Sets the time in which the weight of an observed step halves."""
 MAX_WEIGHT = 40.0
 """Limits the number of steps that are remembered. One step then moves an estimate by a fortieth of its error."""
-CONFIRMED = 1.5
-"""Two successive steps with prompt tokens that both took longer than predicted, or both less time, by more than this
-factor show that the costs have changed."""
+MAX_GAIN = 0.2
+"""Limits the part of its error by which one step moves an estimate."""
 _LEAST_SHARE = 1e-3
 """Sets the smallest cost that the fit gives to a kind of work, as a share of the time of the fastest step. A cost for
 which nothing was measured can grow from there."""
@@ -358,15 +369,16 @@ class StepCosts:
 
     The estimate is fitted to a few steps at boot, and every step corrects it. Old observations lose weight over time,
     so later steps soon outweigh what was learned while the machine was busy with other work. Steps with prompt tokens
-    have a memory of their own, because there are few of them beside the steps that only decode. After two surprises of
-    such steps in the same direction, what is remembered of them counts half, so that a few steps show a sudden change.
-    The caller passes the time in."""
+    have a memory of their own, because there are few of them beside the steps that only decode. A single step counts as
+    at most `CONFIRMED` times its prediction, so a pause moves an estimate by a tenth at most. A run of surprises, of
+    steps of any kind, shows that the machine has changed: then all three costs change at once, by almost one factor, so
+    a worker knows what its next prompt takes although it has only decoded since the change. A run among the steps with
+    prompt tokens, while those between them were as predicted, changes what these steps show (ADR 69). The caller passes
+    the time in."""
 
     def __init__(self) -> None:
-        self._memory = Memory(HALF_LIFE_S, MAX_WEIGHT)
-        self._prompt_memory = Memory(HALF_LIFE_S, MAX_WEIGHT)
-        self._last_surprise = 0.0
-        """Holds the logarithm of the actual time of the last step with prompt tokens over the predicted one."""
+        self._decodes, self._prompts = Memory(HALF_LIFE_S, MAX_WEIGHT), Memory(HALF_LIFE_S, MAX_WEIGHT)
+        self._run, self._prompt_run = SurpriseRun(), SurpriseRun()
         self._costs: tuple[float, ...] = (0.0, 0.0, 0.0)
 
     def fit(self, steps: Sequence[tuple[StepWork, float]]) -> None:
@@ -390,22 +402,25 @@ class StepCosts:
         self._costs = tuple(np.maximum(costs, least).tolist())
 
     def observe(self, work: StepWork, seconds: float, now_s: float) -> None:
-        """Takes the observation that a step took `seconds` and ended at `now_s`."""
+        """Takes the observation that a step took `seconds` and ended at `now_s`. A step in no time says nothing."""
+        if not 0.0 < seconds < inf:
+            return
         if not any(self._costs):
             self.fit([(work, seconds)])
         predicted_s = self.seconds(work)
-        # A correction by nothing would only add rounding errors; a simulation has millions of such steps.
-        is_right = abs(seconds - predicted_s) <= 1e-12 * seconds
-        if work.weighted_tokens > 0.0:
-            surprise = 0.0 if is_right or seconds <= 0.0 else log(seconds / predicted_s)
-            last, self._last_surprise = self._last_surprise, surprise
-            if surprise * last > 0.0 and min(abs(surprise), abs(last)) > log(CONFIRMED):
-                self._prompt_memory.doubt()
-            gain = self._prompt_memory.gain(now_s)
-        else:
-            gain = self._memory.gain(now_s)
-        if not is_right:
-            self._costs = corrected(self._costs, work.amounts, seconds, gain)
+        memory = self._prompts if work.weighted_tokens > 0.0 else self._decodes
+        gain = min(memory.gain(now_s), MAX_GAIN)
+        if factor := self._run.change(predicted_s, seconds):
+            self._costs = corrected(self._costs, work.amounts, factor * predicted_s, 1.0, COMMON_CHANGE)
+            self._decodes.restart(CHANGE_RUN)
+            self._prompts.restart(CHANGE_RUN)
+        elif work.weighted_tokens > 0.0 and (factor := self._prompt_run.change(predicted_s, seconds)):
+            self._costs = corrected(self._costs, work.amounts, factor * predicted_s, 1.0)
+            self._prompts.restart(CHANGE_RUN)
+        elif abs(seconds - predicted_s) > 1e-12 * seconds:
+            # A correction by nothing would only add rounding errors; a simulation has millions of such steps.
+            limited_s = min(max(seconds, predicted_s / CONFIRMED), predicted_s * CONFIRMED)
+            self._costs = corrected(self._costs, work.amounts, limited_s, gain)
 
     def seconds(self, work: StepWork) -> float:
         """Returns the time that a step with this work is expected to take."""

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric.contracts import (
+    CONFIRMED,
     EncodeResult,
     GenerateResult,
     ItemResult,
@@ -32,7 +33,6 @@ from fabric.contracts import (
 from router.planning.cost_columns import CostColumns, Floats
 from router.planning.link_classes import LINK_CLASSES, LinkClass, LinkOverride, LinkPlace, LinkRules
 from router.planning.member_costs import (
-    CONFIRMED,
     GENERAL,
     STAGES,
     ZERO,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from math import exp, inf, log
 from typing import NamedTuple
 
-from fabric.contracts import EncoderReport, corrected
+from fabric.contracts import CONFIRMED, EncoderReport, corrected
 from router.planning.link_classes import LinkClass
 from router.planning.plan_types import EncoderCosts, Line
 
@@ -53,8 +53,6 @@ ZERO = Line(0.0, 0.0)
 """This is the cost of a stage that was never seen; the first observation of the stage replaces it."""
 LEARNING_RATE = 0.25
 """An observation moves a line by this share of the error."""
-CONFIRMED = 1.5
-"""A value confirms another one if it is within this factor of it."""
 
 
 def ignore_change(_: LearnedLine) -> None:

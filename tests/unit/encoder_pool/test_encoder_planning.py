@@ -28,6 +28,7 @@ from encoder_pool.planning.batcher import ForwardCost, InputSizes
 from encoder_pool.planning.encode_job import Phase
 from encoder_pool.planning.feature_table import FeatureState, advance
 from fabric.contracts import (
+    CHANGE_RUN,
     CallTurn,
     ConfigError,
     Destination,
@@ -146,6 +147,15 @@ class TestForwardCost:
         assert cost.estimate().overhead_s > 2 * 0.004
 
 
+def seen_pictures_and_sounds() -> ForwardCosts:
+    costs = ForwardCosts()
+    for number in range(40):
+        size = (100, 1000)[number % 2]
+        costs.observe("image", size, 0.002 + 1e-5 * size, 0.05 * number)
+        costs.observe("audio", size, 0.001 + 1e-6 * size, 0.05 * number)
+    return costs
+
+
 class TestForwardCosts:
     def test_a_patch_and_a_mel_frame_cost_what_each_was_seen_to(self) -> None:
         costs = ForwardCosts()
@@ -166,6 +176,32 @@ class TestForwardCosts:
             size = (100, 400)[number % 2]
             costs.observe("image", size, 0.004 + 2e-5 * size, 101.0 + 0.01 * number)
         assert costs.mixed() == costs.estimate("image")
+
+    @pytest.mark.parametrize("factor", [2.0, 0.5])
+    def test_a_few_passes_of_one_modality_show_a_change_of_all(self, factor: float) -> None:
+        costs = seen_pictures_and_sounds()
+        for number in range(CHANGE_RUN):
+            size = (100, 1000)[number % 2]
+            costs.observe("image", size, factor * (0.002 + 1e-5 * size), 2.0 + 0.01 * number)
+        assert costs.pass_s("image", 500) == pytest.approx(factor * 0.007, rel=0.1)
+        assert costs.pass_s("audio", 500) == pytest.approx(factor * 0.0015, rel=0.15)
+
+    def test_a_pause_in_one_pass_is_no_change(self) -> None:
+        costs = seen_pictures_and_sounds()
+        for number in range(CHANGE_RUN):
+            costs.observe("image", 1000, 0.024 if number == 1 else 0.012, 2.0 + 0.01 * number)
+        assert costs.pass_s("image", 1000) == pytest.approx(0.012, rel=0.1)
+        assert costs.pass_s("audio", 500) == pytest.approx(0.0015, rel=0.01)
+
+    def test_a_size_that_was_never_seen_is_no_surprise(self) -> None:
+        """Until two sizes differ, the overhead of a pass is unknown, so a larger pass says nothing of the device."""
+        costs = ForwardCosts()
+        for number in range(40):
+            costs.observe("image", 100, 0.004, 0.01 * number)
+            costs.observe("audio", 100, 0.002, 0.01 * number)
+        for number in range(CHANGE_RUN):
+            costs.observe("image", 800, 0.005, 1.0 + 0.01 * number)
+        assert costs.pass_s("audio", 100) == pytest.approx(0.002)
 
     def test_what_was_never_seen_costs_nothing_yet(self) -> None:
         assert ForwardCosts().estimate("video") == CostEstimate(0.0, 0.0)
