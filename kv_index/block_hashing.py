@@ -11,11 +11,16 @@ own here, which is chosen by the name of the worker's `KvScheme`.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
-from fabric.contracts import WEFT_KV, KvScheme, MediaItem, PlaceholderRange, block_hashes, frame
+from fabric.contracts import WEFT_KV, KvScheme, MediaItem, MmHash, PlaceholderRange, block_hashes, frame
+
+_LENGTH = struct.Struct("<Q")
+"""Packs the length of a part as `frame` does."""
 
 
 def extra_keys(
@@ -68,15 +73,23 @@ def keys_of_blocks(
     cache_salt: str = "",
 ) -> dict[int, list[bytes]]:
     """Returns the extra keys of those blocks in `[first, last)` that have any, by their index counted from `first`."""
-    block_to_runs: dict[int, list[PlaceholderRange]] = {0: []} if first == 0 < last and cache_salt else {}
+    index_to_keys: dict[int, list[bytes]] = {}
     for run in placeholders:
+        head, to_row = _media_head(media[run.item].mm_hash, run.unit), run.row - run.offset
         for index in range(max(first, run.offset // block_size), min(last, -(-run.end // block_size))):
-            block_to_runs.setdefault(index, []).append(run)
-    return {
-        index - first: extra_keys(index, block_size, runs, media, cache_salt) for index, runs in block_to_runs.items()
-    }
+            row = str(index * block_size + to_row).encode()
+            index_to_keys.setdefault(index - first, []).append(head + _LENGTH.pack(len(row)) + row)
+    if first == 0 < last and cache_salt:
+        index_to_keys.setdefault(0, []).append(frame([b"salt", cache_salt.encode()]))
+    return index_to_keys
 
 
 def _media_key(run: PlaceholderRange, media: Sequence[MediaItem], start: int) -> bytes:
-    row = run.row + start - run.offset
-    return frame([b"mm", media[run.item].mm_hash.encode(), str(run.unit).encode(), str(row).encode()])
+    row = str(run.row + start - run.offset).encode()
+    return b"".join((_media_head(media[run.item].mm_hash, run.unit), _LENGTH.pack(len(row)), row))
+
+
+@lru_cache(maxsize=1024)
+def _media_head(mm_hash: MmHash, unit: int) -> bytes:
+    """Returns the framed parts of a media key that are the same in all blocks of a unit."""
+    return frame([b"mm", mm_hash.encode(), str(unit).encode()])

@@ -41,6 +41,10 @@ from fabric.contracts import (
 # ------------------------------------------------------------ before an item is accepted
 
 
+def _never(worker_id: MemberId) -> bool:
+    return False
+
+
 def refusal(
     item: MediaItem, modalities: Sequence[str], spec: FeatureSpec, arena_bytes: int, max_decode_bytes: int
 ) -> WeftError | None:
@@ -143,7 +147,7 @@ class DecodeLine:
             return None  # This is the usual case while forward passes are the bottleneck.
         is_due = self._refused.is_due(now_s)
         may_be_long = self._jobs.totals.num_long_decoding < max(1, self._room.max_long_items)
-        is_blocked = cache(lambda worker_id: has_shares and self._is_blocked(worker_id))
+        is_blocked = cache(self._is_blocked) if has_shares else _never
 
         def may_have(worker_id: MemberId, job: EncodeJob) -> bool:
             return not has_shares or self._is_within_share(worker_id, job, is_blocked(worker_id))

@@ -93,10 +93,12 @@ def mint_member_id(kind: str) -> MemberId:
 
 # ------------------------------------------------------------ digests
 
+_LENGTH = struct.Struct("<Q")
+
 
 def frame(parts: Iterable[bytes]) -> bytes:
     """Joins parts so that their boundaries are part of the bytes: `frame([b"ab"]) != frame([b"a", b"b"])`."""
-    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+    return b"".join([_LENGTH.pack(len(part)) + part for part in parts])
 
 
 def content_digest(content: bytes) -> bytes:

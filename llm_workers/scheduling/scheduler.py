@@ -415,10 +415,10 @@ class Steps:
         prefill: list[PrefillProgress] = []
         chunks, decoding = self._end_step(plan)
         if plan.decodes is not None:
-            tokens += self._commit_decodes(plan.decodes, decoding, result)
-        for sequence, given in zip(decoding, tuple(tokens), strict=True):
-            if given.finish_reason is not None:
-                finished.append(self._finish(sequence, given.finish_reason, now_s))
+            tokens = self._commit_decodes(plan.decodes, decoding, result)
+            for sequence, given in zip(decoding, tokens, strict=True):
+                if given.finish_reason is not None:
+                    finished.append(self._finish(sequence, given.finish_reason, now_s))
         for chunk, sequence in chunks:
             if chunk.start < sequence.num_prompt:
                 end = min(chunk.end, sequence.num_prompt)
@@ -469,8 +469,9 @@ class Steps:
         standings.prefills.end_step((), {name: num * num_steps for name, num in batch.tenant_to_num.items()})
         drawn: list[SequenceTokens] = []
         for sequence in batch.sequences:
-            token_ids = tuple(draw(sequence.sequence_id, sequence.num_generated, num_steps))
-            drawn.append(SequenceTokens(sequence.sequence_id, sequence.num_generated, token_ids, None))
+            first_index = sequence.num_generated
+            token_ids = tuple(draw(sequence.sequence_id, first_index, num_steps))
+            drawn.append(SequenceTokens(sequence.sequence_id, first_index, token_ids, None))
             sequence.tokens.extend(token_ids)
         changed: dict[Sequence, None] = {}
         # Blocks are taken and published in the order of the steps, so that the same ones are evicted.
@@ -520,8 +521,8 @@ class Steps:
         tokens = [result.token_ids[one.sequence_id] for one in decoding]
         sampled: list[SequenceTokens] = []
         may_end = zip(batch.is_last_draw().tolist(), batch.ending_ids, strict=True) if is_whole else repeat((True, ()))
-        for sequence, token_ids, (is_last, ending) in zip(decoding, tokens, may_end, strict=False):
-            index = sequence.num_generated
+        indexes = decodes.draw_indexes.tolist() if is_whole else [one.num_generated for one in decoding]
+        for sequence, index, token_ids, (is_last, ending) in zip(decoding, indexes, tokens, may_end, strict=False):
             sequence.tokens.append(token_ids[0])
             sequence.num_computed += 1
             reason = sequence.finish_reason() if is_last or token_ids[0] in ending else None

@@ -305,7 +305,8 @@ class GrowingArray:
         return int(self._buffer[index])
 
     def append(self, value: int) -> None:
-        self._reserve(1)
+        if self._length == len(self._buffer):
+            self._reserve(1)
         self._buffer[self._length] = value
         self._length += 1
 

@@ -119,6 +119,8 @@ class ClusterState:
         self._scheme_to_prefixes: dict[KvScheme | None, PrefixIndex] = {}
         """Holds an index per scheme that a worker has used; the blocks of workers without a scheme are never looked
         up."""
+        self._schemes: tuple[KvScheme, ...] | None = None
+        """Holds the schemes of the workers; None means that they have to be found again."""
         self._spare_prefixes: PrefixIndex | None = PrefixIndex(settings.max_index_blocks)
         """Holds the index of the first scheme until a worker names that scheme. It is made before the router serves,
         because a large one takes its memory for up to a tenth of a second."""
@@ -331,8 +333,10 @@ class ClusterState:
 
     def kv_schemes(self) -> tuple[KvScheme, ...]:
         """Returns the schemes of the workers, each once: a query must hold the hashes of these."""
-        schemes = (state.member.kv_scheme for state in self._workers.values())
-        return tuple(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
+        if self._schemes is None:
+            schemes = (state.member.kv_scheme for state in self._workers.values())
+            self._schemes = tuple(dict.fromkeys(scheme for scheme in schemes if scheme is not None))
+        return self._schemes
 
     def learned(self, now: float, wall_s: float) -> SavedCosts:
         """Returns the learned costs that another run can begin with; `wall_s` is the present wall time."""
@@ -457,6 +461,7 @@ class ClusterState:
     def _join(self, member: Member) -> None:
         member_id = member.member_id
         if member.kind == "worker":
+            self._schemes = None
             self._workers[member_id] = self._learning.new_worker(member)
             slot = self._learning.worker_row(member_id)
             self._worker_columns.add(member, slot)
@@ -489,6 +494,7 @@ class ClusterState:
         self._rooms.remove(member_id)
         if member.kind == "worker":
             del self._workers[member_id]
+            self._schemes = None
             self._worker_columns.remove(member_id)
             self._prefixes(member).remove_worker(member_id)
             self._kept.remove_member(member_id)
