@@ -7,6 +7,7 @@ take a delay, and requests come from a workload or a trace.
     event_loop        keeps the virtual time
     cost_tables       reads what things take, from `tables/`
     sim_requests      defines requests and their outcomes
+    sim_transport     moves features: arenas and inboxes without memory, and links
     sim_worker        runs the scheduler of one worker
     sim_encoder       runs the pipeline of one encoder
     sim_router        runs the planner of one router
@@ -83,10 +84,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     figures = commands.add_parser("figures", help="compares the figures of the documents with the simulator's")
     figures.add_argument("names", nargs="*", help="names the figures; all of them if none is named")
     choice = commands.add_parser("choice", help="compares policies: the experiments behind the bars on the choice")
-    choice.add_argument("names", nargs="*", help="names the experiments; all of them if none is named")
+    choice.add_argument("names", nargs="*", help="names the experiments; all but `large` if none is named")
     choice.add_argument("--requests", type=int, default=4000, help="sets the number of requests of each run")
     choice.add_argument("--workers", type=int, default=16, help="sets the number of workers")
     choice.add_argument("--encoders", type=int, default=6, help="sets the number of encoders")
+    choice.add_argument(
+        "--large", default="", metavar="RUNS", help="sets the runs of `large` as requests:workers:encoders,..."
+    )
     for command in (run, figures, choice):
         command.add_argument("--seed", type=int, default=1, help="seeds the random numbers")
         command.add_argument("--processes", type=int, default=2, help="sets how many runs go on at once")

@@ -6,6 +6,7 @@
     staleness       eight routers with reports a second old, and one router with fresh reports
     recovery        how soon predictions are right again after costs change
     isolation       text alone, and the same text with pictures and videos on top
+    large           two large clusters, with the time that their simulations take
 
 Every comparison runs the same requests. The module knows nothing of how a run works or of how results are shown.
 """
@@ -31,10 +32,24 @@ from loadtest.simulator.sim_report import Plot, Summary, Table, distribution_plo
 from loadtest.simulator.sim_requests import SimRequest
 from loadtest.simulator.sim_runs import SimRun, at_load, run_all
 from loadtest.simulator.workloads import WorkloadSpec
+from router.member_feeds import MAX_REPORTS_PER_S
 
 MIX: Mapping[str, float] = {"text": 0.7, "image": 0.15, "image*4": 0.05, "video-30f": 0.07, "audio-30s": 0.03}
 MEDIA_MIX: Mapping[str, float] = {"image": 0.5, "image*4": 1 / 6, "video-30f": 0.7 / 3, "audio-30s": 0.1}
 """Holds the shares among the conversations with media, which are those of `MIX`."""
+
+
+class LargeRun(NamedTuple):
+    """A `LargeRun` is the size of one run of the experiment `large`."""
+
+    num_requests: int
+    num_workers: int
+    num_encoders: int
+
+
+LARGE_RUNS = LargeRun(200_000, 256, 64), LargeRun(50_000, 1000, 200)
+LARGE_MINUTES = 20.0
+"""Each of these runs must take less time than this on a machine of two cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +71,7 @@ class ChoiceScale:
     num_encoders: int = 6
     num_processes: int = 2
     seed: int = 1
+    large_runs: tuple[LargeRun, ...] = LARGE_RUNS
 
     def settings(self) -> ClusterSettings:
         """Returns the cluster of the experiments; an encoder in three takes twice as long, and so does a worker in
@@ -417,6 +433,68 @@ def isolation(scale: ChoiceScale) -> Experiment:
     return Experiment("isolation", (text, summary_table(summaries)), bars, tuple(summaries))
 
 
+# ---------------------------------------------------------------- large clusters
+
+
+def large(scale: ChoiceScale) -> Experiment:
+    """Runs large clusters with the joint plan at 80 % load, and tells how long their simulations take. They are those
+    of `weft simulate run`: all members are alike, and no content comes twice. Reports come as rarely as routers of
+    production ask for in a cluster of that size."""
+    runs = []
+    for num_requests, num_workers, num_encoders in scale.large_runs:
+        spacing_s = (num_workers + num_encoders) / MAX_REPORTS_PER_S
+        settings = ClusterSettings(
+            load_table("omniconnector-a100"),
+            num_workers,
+            num_encoders,
+            seed=scale.seed,
+            block_size=32,
+            num_blocks=4096,
+            report_spacing_s=spacing_s,
+            report_interval_s=max(0.2, spacing_s),
+        )
+        workload = at_load(settings, WorkloadSpec(num_requests, 1.0, MIX, mean_prompt=600), 0.8)
+        runs.append(SimRun(f"{num_workers} workers, {num_encoders} encoders", settings, workload, scale.seed))
+    rows = [
+        [
+            "cluster",
+            "requests",
+            "failed",
+            "requests/s",
+            "TTFT p50 (ms)",
+            "p90",
+            "p99",
+            "steps",
+            "planned",
+            "stretches",
+            "events",
+            "processor (s)",
+            "wall (min)",
+        ]
+    ]
+    bars, summaries = [], []
+    for run, result in zip(runs, run_all(runs, scale.num_processes), strict=True):
+        summary = summarise(result)
+        summaries.append(summary)
+        rows.append(
+            [
+                run.label,
+                f"{len(result.outcomes):,}",
+                str(sum(not one.is_served for one in result.outcomes)),
+                f"{run.workload.rate:.0f}",
+                *(f"{one:.0f}" for one in (summary.ttft.p50, summary.ttft.p90, summary.ttft.p99)),
+                *(f"{one:,}" for one in (result.num_steps, result.num_planned, result.num_stretches)),
+                f"{result.num_events:,}",
+                f"{result.cpu_s:.0f}",
+                f"{result.wall_s / 60:.1f}",
+            ]
+        )
+        what = f"{run.workload.num_requests:,} requests on {run.label}: wall time"
+        bars.append(Bar(what, result.wall_s / 60, LARGE_MINUTES, "min", is_max=True))
+    text = f"Joint plan at 80 % load, {scale.num_processes} runs at once; wall time counts the building of the cluster."
+    return Experiment("large", (text, rows), tuple(bars), tuple(summaries))
+
+
 EXPERIMENTS: Mapping[str, Callable[[ChoiceScale], Experiment]] = {
     "policies": policies,
     "curve": curve,
@@ -424,4 +502,7 @@ EXPERIMENTS: Mapping[str, Callable[[ChoiceScale], Experiment]] = {
     "staleness": staleness,
     "recovery": recovery,
     "isolation": isolation,
+    "large": large,
 }
+ONLY_BY_NAME = ("large",)
+"""Lists the experiments that run only if they are named, because they take long."""

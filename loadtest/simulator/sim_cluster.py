@@ -38,8 +38,8 @@ from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import ClusterNews, RoutingPolicy, make_policy
 from loadtest.simulator.sim_encoder import SimEncoder
 from loadtest.simulator.sim_requests import Outcome, SimRequest
-from loadtest.simulator.sim_router import SimRouter, make_cluster_rng
-from loadtest.simulator.sim_worker import SimWorker
+from loadtest.simulator.sim_router import RouterSettings, SimRouter, make_cluster_rng
+from loadtest.simulator.sim_worker import SimWorker, WorkerLimits
 from modalities.family import ModelShape
 from router.planning import ClusterState, PlannerSettings
 
@@ -71,6 +71,8 @@ class ClusterSettings:
     max_model_len: int = 131072
     max_batch_cost: int = 16 * 1024
     arena_bytes: int = 16 * 2**30
+    inbox_bytes: int = 16 * 2**30
+    """Limits the features that are at a worker or on their way to it. The worker pulls one when there is room."""
     num_decoders: int = 8
     report_interval_s: float = 0.2
     report_spacing_s: float = 0.01
@@ -85,6 +87,12 @@ class ClusterSettings:
     """Says that stretches of equal decode steps are advanced in one call."""
     waits_for_media: bool = False
     """Says that a request is sent to its worker only after its media were encoded."""
+    waits_for_room: bool = True
+    """Says that a router dispatches a request only when a worker has room for its KV blocks."""
+    router_plan_s: float = 0.0
+    """Holds the time that a router's thread takes for a plan; `weft bench router` measures it."""
+    router_message_s: float = 0.0
+    """Holds the time that it takes for each message but token frames."""
     shares_devices: bool = False
     """Says that encoder number i and worker number i compute on one device, one after the other."""
     is_prefix_cache_enabled: bool = True
@@ -105,6 +113,7 @@ class ClusterSettings:
             max_sequences=self.max_sequences,
             report_interval_s=self.report_interval_s,
             is_prefix_cache_enabled=self.is_prefix_cache_enabled,
+            keep_features="never",
         )
 
     def encoder_config(self) -> EncoderConfig:
@@ -117,6 +126,17 @@ class ClusterSettings:
             num_decode_processes=0,
             lease_s=1e9,
             report_interval_s=self.report_interval_s,
+        )
+
+    def router_settings(self) -> RouterSettings:
+        """Returns the settings of each router."""
+        return RouterSettings(
+            2 * self.table.worker.hidden_size,
+            self.waits_for_media,
+            self.waits_for_room,
+            report_delay_s=self.report_delay_s,
+            plan_s=self.router_plan_s,
+            message_s=self.router_message_s,
         )
 
     def member(self, kind: str, index: int) -> Member:
@@ -133,7 +153,7 @@ class ClusterSettings:
 
 @dataclass(slots=True)
 class SimResult:
-    """Holds the results of a run. Times are virtual seconds, except `cpu_s`, which is processor time."""
+    """Holds the results of a run. Times are virtual seconds, except `cpu_s`, which is processor time, and `wall_s`."""
 
     policy: str
     outcomes: list[Outcome]
@@ -144,14 +164,22 @@ class SimResult:
     num_steps: int
     num_planned: int
     """Counts the steps that were planned one by one."""
+    num_stretches: int
+    """Counts the times at which steps were advanced together."""
     num_needed: int
+    num_waited: int
+    """Counts the waits of requests for members, or for room in the KV pools."""
     num_events: int
+    router_busy: float
+    """Holds the largest share of the time for which a router's thread was busy."""
     cpu_s: float
     max_feature_bytes: int
     """Holds the most bytes of features that any one worker had."""
     max_kept_bytes: int
     """Holds the most bytes that a worker would have had if it had kept features until the ends of their requests."""
     max_kv_blocks: int
+    wall_s: float = 0.0
+    """Holds the time that the run took, with the building of the cluster; it is no virtual time."""
     stage_to_error: Mapping[str, tuple[int, float, float, float]] = field(default_factory=dict)
     """Maps each stage to (observations, predicted, actual, sum of absolute errors)."""
 
@@ -175,11 +203,13 @@ class SimCluster:
         self._members: list[SimWorker | SimEncoder] = [*self.workers.values(), *self.encoders.values()]
         self._id_to_member = {one.member.member_id: one.member for one in self._members}
         self._address_to_worker = {one.member.address: one for one in self.workers.values()}
+        self._address_to_encoder = {one.member.address: one for one in self.encoders.values()}
         self._hosts_to_link: dict[tuple[str, str], LinkCosts] = {}
         self._device_free_s: dict[str, float] = {}
         self._encoder_to_calls: dict[MemberId, dict[int, Callable[[EncodeResult | WeftError], None]]] = {}
         self._num_calls = 0
         self.routers = [self._new_router(index, policy_of) for index in range(settings.num_routers)]
+        self._id_to_router = {one.member_id: one for one in self.routers}
         rng = random.Random(settings.seed)
         for one in self._members:
             # The first reports are there before the first request; the later ones come at moments of their own.
@@ -202,8 +232,7 @@ class SimCluster:
             settings.table,
             self.loop,
             self,
-            settings.max_model_len,
-            settings.report_spacing_s,
+            WorkerLimits(settings.max_model_len, settings.inbox_bytes, settings.report_spacing_s),
             is_fast=settings.is_fast and not settings.shares_devices,
         )
         worker.slowness = _in_turn(settings.worker_slowness, index)
@@ -239,10 +268,8 @@ class SimCluster:
             make_policy(settings.policy, rng, settings.block_size) if policy_of is None else policy_of(index),
             self.loop,
             self,
-            2 * hidden_size,
-            waits_for_media=settings.waits_for_media,
+            settings.router_settings(),
         )
-        router.report_delay_s = settings.report_delay_s
         router.update_members(list(self._id_to_member.values()))
         return router
 
@@ -278,10 +305,13 @@ class SimCluster:
             encoder_busy=encoder_busy,
             num_steps=sum(one.num_steps for one in workers),
             num_planned=sum(one.num_planned for one in workers),
+            num_stretches=sum(one.num_stretches for one in workers),
             num_needed=sum(one.num_needed for one in self.routers),
+            num_waited=sum(one.num_waited for one in self.routers),
+            router_busy=max(one.thread.busy_s for one in self.routers) / now_s,
             num_events=self.loop.num_events,
             cpu_s=cpu_s,
-            max_feature_bytes=max(one.max_feature_bytes for one in workers),
+            max_feature_bytes=max(one.inbox.max_feature_bytes for one in workers),
             max_kept_bytes=max(one.max_kept_bytes for one in workers),
             max_kv_blocks=max(one.max_kv_blocks for one in workers),
             stage_to_error=stage_to_error,
@@ -371,18 +401,17 @@ class SimCluster:
         for router in self.routers:
             self.loop.after(self._delay_s, router.receive, message)
 
-    def need(self, message: FeatureNeeded) -> None:
-        for router in self.routers:
-            self.loop.after(self._delay_s, router.feature_needed, message)
+    def need(self, router_id: MemberId, message: FeatureNeeded) -> None:
+        self.loop.after(self._delay_s, self._id_to_router[router_id].feature_needed, message)
 
-    def release(self, encoder_id: MemberId, message: UnitRelease) -> None:
-        self.loop.after(self._delay_s, self.encoders[encoder_id].release, message)
+    def release(self, encoder_address: str, message: UnitRelease) -> None:
+        self.loop.after(self._delay_s, self._address_to_encoder[encoder_address].release, message)
 
     def unit_ready(self, address: str, message: UnitReady) -> None:
         self.loop.after(self._delay_s, self._address_to_worker[address].announce, message)
 
     def first_token(self, request: GenerateRequest, at_s: float) -> None:
-        router = next(one for one in self.routers if one.member_id == request.router_id)
+        router = self._id_to_router[request.router_id]
         router.first_token(AttemptId(request.request_id, request.attempt), at_s + self._delay_s)
 
     def link_from(self, encoder_id: MemberId, worker: Member) -> LinkCosts:
@@ -430,7 +459,7 @@ class SimCluster:
             return
         for opened, num_tokens in member.die():
             request = opened.request
-            router = next(one for one in self.routers if one.member_id == request.router_id)
+            router = self._id_to_router[request.router_id]
             attempt_id = AttemptId(request.request_id, request.attempt)
             self.loop.after(BROKEN_CALL_S, router.worker_died, attempt_id, member_id, num_tokens)
 
@@ -438,6 +467,9 @@ class SimCluster:
         if member_id in self.workers:
             for encoder in self.encoders.values():
                 encoder.worker_left(member_id)
+        else:
+            for worker in self.workers.values():
+                worker.encoder_left(member_id)
         members: Sequence[Member] = [one.member for one in self._members if one.is_alive]
         for router in self.routers:
             router.update_members(members)

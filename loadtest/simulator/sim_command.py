@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 
 from fabric.contracts import ConfigError
 from loadtest.benches.bench_result import Bar, BenchResult, commit, machine, publish, render_table
-from loadtest.simulator.choice import EXPERIMENTS, MIX, ChoiceScale, Experiment
+from loadtest.simulator.choice import EXPERIMENTS, LARGE_RUNS, MIX, ONLY_BY_NAME, ChoiceScale, Experiment, LargeRun
 from loadtest.simulator.cost_tables import load_table
 from loadtest.simulator.document_figures import FIGURES, DocumentFigure
 from loadtest.simulator.faults import parse_fault
@@ -196,10 +196,28 @@ def _print_only(result: BenchResult, name: str, *, as_json_only: bool) -> None:
         print(json.dumps({"simulate": name, "bars": [bar.to_json() for bar in result.bars]}))
 
 
+def _large_runs(text: str) -> tuple[LargeRun, ...]:
+    """Returns the runs of the experiment `large`. Raises ConfigError."""
+    if not text:
+        return LARGE_RUNS
+    try:
+        return tuple(LargeRun(*map(int, run.split(":"))) for run in text.split(","))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{text!r} is no list of runs; write for example 2000:256:64,500:1000:200") from error
+
+
 def _choice(arguments: argparse.Namespace) -> None:
-    scale = ChoiceScale(arguments.requests, arguments.workers, arguments.encoders, arguments.processes, arguments.seed)
+    scale = ChoiceScale(
+        arguments.requests,
+        arguments.workers,
+        arguments.encoders,
+        arguments.processes,
+        arguments.seed,
+        _large_runs(arguments.large),
+    )
     experiments: list[Experiment] = []
-    for name in _chosen(arguments.names, list(EXPERIMENTS), "experiment"):
+    names = arguments.names or [name for name in EXPERIMENTS if name not in ONLY_BY_NAME]
+    for name in _chosen(names, list(EXPERIMENTS), "experiment"):
         print(f"experiment {name}", file=sys.stderr)
         experiments.append(EXPERIMENTS[name](scale))
     for experiment in experiments:

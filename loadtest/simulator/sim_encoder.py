@@ -2,13 +2,14 @@
 
 What takes time in production is replaced by a wait from the cost table: `WaitingDecoder` prepares items on a number of
 CPU processes, and `WaitingForward` runs one batch after the other on the device. Features have sizes and places in the
-arena (`PlacesOnly`) and no bytes. The module knows nothing of how a worker uses a feature.
+arena (`sim_transport`) and no bytes. The module knows nothing of how a worker uses a feature.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import msgspec
@@ -37,7 +38,6 @@ from fabric.contracts import (
     EncoderReport,
     FeatureEvents,
     FeatureLog,
-    FeatureTicket,
     MediaItem,
     Member,
     MemberId,
@@ -47,12 +47,11 @@ from fabric.contracts import (
     WeftError,
     WorkerLost,
 )
-from fabric.transport import Arena, ArenaUsage, Handler, Slot, SourceSlot
 from loadtest.simulator.cost_tables import CostTable
-from loadtest.simulator.event_loop import VirtualLoop
+from loadtest.simulator.event_loop import SimEvent, VirtualLoop
+from loadtest.simulator.sim_transport import FEATURE_DTYPE, PlacesOnly, SimPlane
 from modalities.family import EncoderInput
 
-_EMPTY = np.empty(0, dtype=np.uint8)
 _PIXEL = np.zeros((1, 1), dtype=np.float32)
 EncoderMessage = EncoderReport | FeatureEvents
 CALIBRATION_SIZES = (1, 4)
@@ -99,7 +98,7 @@ class SimEncoder:
         self._log = FeatureLog(member.member_id, member.epoch)
         source = PlacesOnly(str(member.member_id), arena_bytes)
         self._features = FeatureTable(source, loop, config.lease_s, self._log)
-        announcer = Announcer(member.member_id, AnnouncementPlane(member, outlets), source, self._features, 1e9)
+        announcer = Announcer(member.member_id, SimPlane(member.address, self._announce), source, self._features, 1e9)
         self.pipeline = Pipeline(
             member.member_id,
             config,
@@ -110,10 +109,14 @@ class SimEncoder:
             loop,
             self._changed,
         )
-        self.pipeline.open(FeatureSpec(1, table.worker.hidden_size, "bfloat16"))
+        self.pipeline.open(FeatureSpec(1, table.worker.hidden_size, FEATURE_DTYPE))
         self._received: list[AttemptId] = []
         self._seq = 0
-        self._flush: asyncio.TimerHandle | None = None
+        self._flush: SimEvent | None = None
+
+    def _announce(self, address: str, message: PlaneMessage) -> None:
+        assert isinstance(message, UnitReady)
+        self._outlets.unit_ready(address, message)
 
     def slow_down(self, slowness: float) -> None:
         """Sets the factor on the times of decoding and of forward passes that begin from now on."""
@@ -244,16 +247,18 @@ class WaitingDecoder:
         for index, cost in enumerate(unit_costs):
             if seconds:
                 await asyncio.sleep(seconds / len(unit_costs))
-            pixels = np.broadcast_to(_PIXEL, (max(cost, 1), 1))
-            last = [EncoderInput(item.modality, pixels, (1, 1, max(cost, 1)))]
+            last = [_input_of(item.modality, max(cost, 1))]
             if seconds and index < len(unit_costs) - 1:
                 on_units(last)
         if not seconds and len(unit_costs) > 1:
-            last = [
-                EncoderInput(item.modality, np.broadcast_to(_PIXEL, (max(cost, 1), 1)), (1, 1, max(cost, 1)))
-                for cost in unit_costs
-            ]
+            last = [_input_of(item.modality, max(cost, 1)) for cost in unit_costs]
         return Decoded(last, seconds)
+
+
+@lru_cache(maxsize=1024)
+def _input_of(modality: str, cost: int) -> EncoderInput:
+    """Returns an input of this many patches, without contents."""
+    return EncoderInput(modality, np.broadcast_to(_PIXEL, (cost, 1)), (1, 1, cost))
 
 
 class WaitingForward:
@@ -277,71 +282,3 @@ class WaitingForward:
         self._encoder.busy_s += result.seconds
         if self._encoder.is_alive:
             done(result)
-
-
-class PlacesOnly:
-    """Implements `FeatureSource` with the production arena's places and without memory."""
-
-    def __init__(self, name: str, total_bytes: int) -> None:
-        self._name = name
-        self._arena = Arena(total_bytes)
-        self._slot_id_to_slot: dict[int, Slot] = {}
-        self.unclaim = self._arena.unclaim
-        self.victims = self._arena.victims
-        self.claim = self._arena.claim
-
-    def allocate(self, nbytes: int, *, is_claimed: bool = False) -> SourceSlot:
-        slot = self._arena.allocate(nbytes, is_claimed=is_claimed)
-        return SourceSlot(slot.slot_id, slot.generation, nbytes, _EMPTY)
-
-    def ticket(self, slot: SourceSlot, shape: tuple[int, int, int], dtype: str, lease_s: float) -> FeatureTicket:
-        return FeatureTicket(self._name, b"", 0, 0, slot.nbytes, slot.generation, shape, dtype, lease_s)
-
-    def free(self, slot: SourceSlot) -> None:
-        self._arena.free(slot.slot_id)
-
-    def set_idle(self, slot: SourceSlot) -> None:
-        self._arena.set_idle(slot.slot_id)
-
-    def set_busy(self, slot: SourceSlot) -> None:
-        self._arena.set_busy(slot.slot_id)
-
-    def usage(self) -> ArenaUsage:
-        return self._arena.usage()
-
-    @property
-    def is_alive(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Does nothing, because there is no memory."""
-
-
-class AnnouncementPlane:
-    """Implements the part of `Plane` that an announcer uses."""
-
-    def __init__(self, member: Member, outlets: EncoderOutlets) -> None:
-        self.address = member.address
-        self._outlets = outlets
-
-    def start(self, handler: Handler) -> None:
-        """Does nothing: messages reach the encoder by its methods."""
-
-    def send(self, address: str, message: PlaneMessage) -> bool:
-        assert isinstance(message, UnitReady)
-        self._outlets.unit_ready(address, message)
-        return True
-
-    def forget(self, address: str) -> None:
-        """Does nothing, because there are no connections."""
-
-    @property
-    def num_dropped(self) -> int:
-        return 0
-
-    @property
-    def is_alive(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Does nothing, because there is no socket."""

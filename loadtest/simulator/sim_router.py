@@ -10,9 +10,11 @@ request that finds no member waits in the production `CapacityQueue`. Reports an
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from math import inf
+from typing import Any, Protocol
 
 from fabric.contracts import (
     AttemptId,
@@ -28,17 +30,63 @@ from fabric.contracts import (
     SamplingParams,
     StopConditions,
     WeftError,
+    WorkerReport,
 )
+from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
 from kv_index import prompt_block_hashes
-from loadtest.simulator.event_loop import VirtualLoop
+from loadtest.simulator.event_loop import SimEvent, VirtualLoop
 from loadtest.simulator.policies import ClusterNews, RoutingPolicy
 from loadtest.simulator.sim_requests import Outcome, SimPrompt, SimRequest
-from router.planning import CapacityNeed, CapacityQueue, ClusterState, RoutePlan, RouteQuery, Waiter
+from router.planning import CapacityNeed, CapacityQueue, ClusterState, KvRoom, RoomNeed, RoutePlan, RouteQuery, Waiter
 
 MAX_ATTEMPTS = 4
+REPORT_PAUSE_S = 0.002
+"""Reports that come within this time make the router look for room once, as in production."""
+MAY_BE_COMING = ("not_covered", "lost")
+"""Lists the reasons for which a worker may ask for a unit whose encoding goes on."""
 EXCLUDED_S = 5.0
 """A member whose call failed gets no requests of any kind for this long, unless it leaves the directory first."""
 GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSettings:
+    """Describes one router."""
+
+    row_bytes: int
+    """This is the number of bytes of one feature row."""
+    waits_for_media: bool = False
+    """Says that a request is sent to its worker only after all of its media were encoded, as in systems without
+    overlap."""
+    waits_for_room: bool = True
+    """Says that a request is dispatched only when a worker has room for its KV blocks."""
+    capacity_wait_s: float = 30.0
+    report_delay_s: float = 0.0
+    plan_s: float = 0.0
+    """This is the time that the router's thread takes for a plan."""
+    message_s: float = 0.0
+    """This is the time that it takes for a request, a result, a report or another message. Token frames after the first
+    one go to the HTTP edges, which are processes of their own."""
+
+
+class RouterThread:
+    """A `RouterThread` does the work of one router, one piece after the other, each in its time."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._free_s = -inf
+        self.busy_s = 0.0
+
+    def run(self, seconds: float, work: Callable[..., object], *arguments: Any) -> None:
+        """Does the work after what was given to the thread before. Work that takes no time is done at once unless there
+        is other work ahead of it."""
+        now = self._loop.now()
+        if seconds <= 0.0 and self._free_s < now:
+            work(*arguments)
+            return
+        self.busy_s += seconds
+        self._free_s = max(now, self._free_s) + seconds
+        self._loop.at(self._free_s, work, *arguments)
 
 
 class RouterOutlets(Protocol):
@@ -81,13 +129,21 @@ class RoutedRequest:
     failed: dict[MemberId, float] = field(default_factory=dict)
     """Holds the members that failed the request, each until the time at which it may try them again."""
     waiter: Waiter | None = None
+    waited_s: float = 0.0
+    too_small: frozenset[MemberId] = frozenset()
+    """Holds the workers that can never hold the request."""
+    lacks_members: bool = False
+    """Says that the present wait is for members, and not for room or for its turn."""
+    coming: Counter[int] = field(default_factory=Counter)
+    """Counts, for the items of the present attempt, the open calls that will deliver them."""
+    is_sent: bool = False
+    """Says that the present attempt was sent to its worker."""
     ready: set[int] = field(default_factory=set)
     """Holds the items whose encoding ended well in the present attempt, for a dispatch that waits for all of them."""
 
 
 class SimRouter:
-    """A `SimRouter` is one router. With `waits_for_media`, it sends a request to its worker only after all of its media
-    were encoded, as systems without overlap do."""
+    """A `SimRouter` is one router. Its public methods take what reaches it; each message takes time of its thread."""
 
     def __init__(
         self,
@@ -96,36 +152,47 @@ class SimRouter:
         policy: RoutingPolicy,
         loop: VirtualLoop,
         outlets: RouterOutlets,
-        row_bytes: int,
-        *,
-        waits_for_media: bool = False,
-        capacity_wait_s: float = 30.0,
+        settings: RouterSettings,
     ) -> None:
         self.member_id = member_id
         self.cluster, self.policy = cluster, policy
-        self.report_delay_s = 0.0
-        self._loop, self._outlets, self._row_bytes = loop, outlets, row_bytes
-        self._waits_for_media, self._capacity_wait_s = waits_for_media, capacity_wait_s
+        self.thread = RouterThread(loop)
+        self._loop, self._outlets, self._settings = loop, outlets, settings
         self._attempt_to_routed: dict[AttemptId, RoutedRequest] = {}
         self._waiting = CapacityQueue(cluster)
         self._waiter_to_routed: dict[int, RoutedRequest] = {}
         self._id_to_member: dict[MemberId, Member] = {}
+        self._is_releasing = self._goes_on_later = self._is_pausing = False
+        self._timer: SimEvent | None = None
         self.num_needed = 0
         """Counts the messages in which workers asked for units after all."""
+        self.num_waited = self.num_refused = 0
+        """Counts the waits for members or room, and the requests that no worker could ever hold."""
 
     # ------------------------------------------------------------ the cluster
 
     def receive(self, message: ClusterNews) -> None:
         """Takes a report or events of a member. The router learns of them after `report_delay_s`."""
-        if self.report_delay_s:
-            self._loop.after(self.report_delay_s, self._apply, message)
+        if self._settings.report_delay_s:
+            self._loop.after(self._settings.report_delay_s, self._take, self._apply, message)
         else:
-            self._apply(message)
+            self._take(self._apply, message)
+
+    def _take(self, work: Callable[..., object], *arguments: Any) -> None:
+        """Does the work of one message."""
+        self.thread.run(self._settings.message_s, work, *arguments)
 
     def _apply(self, message: ClusterNews) -> None:
         self.policy.take(message)
         for member_id in self.cluster.apply(message, self._loop.now()):
             self._outlets.ask_snapshot(member_id)
+        if self._waiting.num_waiting and isinstance(message, WorkerReport) and not self._is_pausing:
+            self._is_pausing = True  # Reports come in close succession, and one look for room serves all of them.
+            self._loop.after(REPORT_PAUSE_S, self._end_pause)
+
+    def _end_pause(self) -> None:
+        self._is_pausing = False
+        self._serve_waiting()
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Takes the directory's view. Attempts at members that left are made again."""
@@ -146,6 +213,9 @@ class SimRouter:
 
     def submit(self, request: SimRequest, prompt: SimPrompt) -> None:
         """Takes a request that arrives now."""
+        self._take(self._submit, request, prompt, self._loop.now())
+
+    def _submit(self, request: SimRequest, prompt: SimPrompt, arrived_s: float) -> None:
         query = RouteQuery(
             attempt_id=AttemptId(request.request_id, 0),
             token_count=len(prompt.token_ids),
@@ -155,29 +225,73 @@ class SimRouter:
             },
             media=prompt.media,
             placeholders=prompt.placeholders,
-            feature_row_bytes=self._row_bytes,
+            feature_row_bytes=self._settings.row_bytes,
         )
         outcome = Outcome(
             request.index,
             request.kind,
-            self._loop.now(),
+            arrived_s,
             len(prompt.token_ids),
             len(prompt.media),
             request.num_output,
         )
-        self._dispatch(RoutedRequest(request, prompt, query, outcome))
+        self._admit(RoutedRequest(request, prompt, query, outcome))
+
+    # ------------------------------------------------------------ admission
+
+    def _admit(self, routed: RoutedRequest) -> None:
+        """Has a request planned, or lets it wait if others are ahead of it or no worker has room for it. Ends it if no
+        worker can ever hold it."""
+        now, queue = self._loop.now(), self._waiting
+        if self._settings.waits_for_room:
+            room = self._room(routed, now)
+            if room.verdict == "never":
+                self.num_refused += 1
+                is_text = routed.query.token_count > room.max_tokens > 0
+                self._end_without(routed, "context_length_exceeded" if is_text else "invalid_media")
+                return
+            if routed.waited_s < self._settings.capacity_wait_s:
+                waiter = self._waiter(routed, now, lacks_members=False)
+                # The gate of production asks the same way: without others, only room and members count.
+                if queue.must_wait(waiter, now) if queue.num_waiting else queue.lacks_room(waiter, room, now):
+                    self._join(routed, waiter)
+                    return
+        self.thread.run(self._settings.plan_s, self._dispatch, routed)
+
+    def _room(self, routed: RoutedRequest, now: float) -> KvRoom:
+        room = self.cluster.room(self._room_need(routed), self._excluded(routed), now)
+        routed.too_small = room.too_small
+        return room
+
+    def _room_need(self, routed: RoutedRequest) -> RoomNeed:
+        media = routed.prompt.media
+        largest = max((max(item.unit_tokens) for item in media), default=0) * self._settings.row_bytes
+        unit_bytes = -(-(HEADER_BYTES + largest) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if largest else 0
+        query = routed.query
+        return RoomNeed(query.token_count, routed.num_emitted, 1, query.scheme_to_hashes, unit_bytes)
+
+    def _waiter(self, routed: RoutedRequest, now: float, *, lacks_members: bool) -> Waiter:
+        need = CapacityNeed(frozenset(item.modality for item in routed.prompt.media), frozenset(routed.failed.items()))
+        age = routed.request.arrival_s, routed.request.request_id
+        deadline_s = now + max(0.0, self._settings.capacity_wait_s - routed.waited_s)
+        room = self._room_need(routed) if self._settings.waits_for_room else None
+        return Waiter(age, need, deadline_s, room=room, since_s=now, lacks_members=lacks_members)
+
+    # ------------------------------------------------------------ attempts
 
     def _dispatch(self, routed: RoutedRequest) -> None:
         now = self._loop.now()
         number = routed.outcome.num_attempts
         attempt_id = AttemptId(routed.request.request_id, number)
-        query = replace(routed.query, attempt_id=attempt_id, excluded=self._excluded(routed))
+        kept_out = routed.too_small | self._waiting.reserved_from(routed.waiter)
+        query = replace(routed.query, attempt_id=attempt_id, excluded=self._excluded(routed) | kept_out)
         try:
             plan = self.policy.plan(self.cluster, query, now)
         except NoCapacity:
-            self._wait(routed)
+            self._wait_for_members(routed)
             return
-        routed.query, routed.plan, routed.ready = query, plan, set()
+        routed.query, routed.plan, routed.ready, routed.coming = query, plan, set(), Counter()
+        routed.is_sent = False
         outcome = routed.outcome
         outcome.num_attempts += 1
         if not number:
@@ -187,11 +301,12 @@ class SimRouter:
         self._attempt_to_routed[attempt_id] = routed
         self.cluster.note_dispatched(query, plan, now)
         self.policy.note_dispatched(query, plan)
-        if not (self._waits_for_media and plan.assignments):
+        if not (self._settings.waits_for_media and plan.assignments):
             self._send(routed, plan)
         self._encode(routed, [(each.encoder_id, each.item_index) for each in plan.assignments])
 
     def _send(self, routed: RoutedRequest, plan: RoutePlan) -> None:
+        routed.is_sent = True
         request, prompt, num_emitted = routed.request, routed.prompt, routed.num_emitted
         first = request.first_output
         call = GenerateRequest(
@@ -208,7 +323,9 @@ class SimRouter:
             dispatched_items=tuple(each.item_index for each in plan.assignments),
             emitted=(tuple(range(first, first + num_emitted)),) if num_emitted else (),
         )
-        self._outlets.generate(plan.worker_id, call, first, lambda result: self._answered(routed, plan, result))
+        self._outlets.generate(
+            plan.worker_id, call, first, lambda result: self._take(self._answered, routed, plan, result)
+        )
 
     def _encode(self, routed: RoutedRequest, encoder_and_item: Sequence[tuple[MemberId, int]]) -> None:
         plan = routed.plan
@@ -217,6 +334,7 @@ class SimRouter:
         for encoder_id, item_index in encoder_and_item:
             encoder_to_items.setdefault(encoder_id, []).append(item_index)
         for encoder_id, indexes in encoder_to_items.items():
+            routed.coming.update(indexes)
             call = EncodeRequest(
                 request_id=plan.attempt_id.request_id,
                 attempt=plan.attempt_id.attempt,
@@ -230,7 +348,7 @@ class SimRouter:
     def _encoded_by(
         self, routed: RoutedRequest, plan: RoutePlan, encoder_id: MemberId, indexes: list[int]
     ) -> Callable[[EncodeResult | WeftError], None]:
-        return lambda result: self._encoded(routed, plan, encoder_id, indexes, result)
+        return lambda result: self._take(self._encoded, routed, plan, encoder_id, indexes, result)
 
     def _encoded(
         self,
@@ -242,26 +360,34 @@ class SimRouter:
     ) -> None:
         if self._attempt_to_routed.get(plan.attempt_id) is not routed:
             return
+        routed.coming.subtract(indexes)
         failed = indexes
         if isinstance(result, EncodeResult):
             self.cluster.observe_encode(plan, result, self._loop.now())
             failed = [item.index for item in result.items if item.error is not None]
             routed.ready.update(item.index for item in result.items if item.error is None)
             wanted = {each.item_index for each in plan.assignments}
-            if self._waits_for_media and wanted and wanted <= routed.ready:
-                routed.ready.clear()
+            if not routed.is_sent and wanted <= routed.ready:
                 self._send(routed, plan)
         if failed:
             self._exclude(routed, encoder_id)
             self._need(routed, failed)
 
     def feature_needed(self, message: FeatureNeeded) -> None:
-        """Has units encoded that a worker needs after all."""
+        """Has units encoded that a worker needs after all. Items that an open call will still deliver are not asked for
+        twice if they were only not there yet."""
+        self._take(self._feature_needed, message)
+
+    def _feature_needed(self, message: FeatureNeeded) -> None:
         routed = self._attempt_to_routed.get(AttemptId(message.request_id, message.attempt))
         if routed is not None:
             self.num_needed += 1
             hashes = {unit.mm_hash for unit in message.units}
-            self._need(routed, [item.index for item in routed.prompt.media if item.mm_hash in hashes])
+            may_be_coming = message.reason in MAY_BE_COMING
+            coming = {index for index, count in routed.coming.items() if count > 0} if may_be_coming else set()
+            items = [item.index for item in routed.prompt.media if item.mm_hash in hashes and item.index not in coming]
+            if items:
+                self._need(routed, items)
 
     def _need(self, routed: RoutedRequest, item_indexes: Sequence[int]) -> None:
         plan = routed.plan
@@ -272,7 +398,7 @@ class SimRouter:
         except NoCapacity:
             self._outlets.abort(plan.attempt_id, plan.worker_id)
             self._give_up(routed, plan)
-            self._wait(routed)
+            self._wait_for_members(routed)
             return
         self.cluster.note_encoding(plan.attempt_id, terms)
         routed.outcome.encoder_ids += [each.encoder_id for each in terms]
@@ -291,7 +417,14 @@ class SimRouter:
     # ------------------------------------------------------------ ends
 
     def first_token(self, attempt_id: AttemptId, at_s: float) -> None:
-        """Notes the time at which the first token of an attempt came."""
+        """Notes the time at which the first token of an attempt reaches the router, which may be a little later."""
+        if self._settings.message_s:
+            self._loop.at(at_s, self._take, self._note_first_token, attempt_id)
+        else:
+            self._note_first_token(attempt_id, at_s)
+
+    def _note_first_token(self, attempt_id: AttemptId, at_s: float | None = None) -> None:
+        at_s = self._loop.now() if at_s is None else at_s
         routed = self._attempt_to_routed.get(attempt_id)
         if routed is not None and routed.outcome.first_token_s < 0.0:
             routed.outcome.first_token_s = at_s - routed.outcome.arrival_s
@@ -329,15 +462,17 @@ class SimRouter:
         self._give_up(routed, routed.plan)
         self._exclude(routed, member_id)
         if routed.outcome.num_attempts >= MAX_ATTEMPTS:
-            self._leave(routed)
             self._end_without(routed, "too_many_attempts")
         else:
-            self._dispatch(routed)
+            self._admit(routed)
 
     def _give_up(self, routed: RoutedRequest, plan: RoutePlan) -> None:
         self._attempt_to_routed.pop(plan.attempt_id, None)
         self.cluster.note_ended(plan.attempt_id)
         self.policy.note_ended(plan)
+        self._leave(routed)
+        if self._waiting.num_waiting:
+            self._loop.soon(self._serve_waiting)
 
     def _end_without(self, routed: RoutedRequest, error: str) -> None:
         routed.outcome.end_s, routed.outcome.error = self._loop.now() - routed.outcome.arrival_s, error
@@ -352,34 +487,56 @@ class SimRouter:
         now = self._loop.now()
         return frozenset(member_id for member_id, until in routed.failed.items() if until > now)
 
-    # ------------------------------------------------------------ waiting for members
+    # ------------------------------------------------------------ waiting for members and for room
 
-    def _wait(self, routed: RoutedRequest) -> None:
-        modalities = frozenset(item.modality for item in routed.prompt.media)
-        need = CapacityNeed(modalities, frozenset(routed.failed.items()))
-        now = self._loop.now()
-        deadline_s = now + self._capacity_wait_s if routed.waiter is None else routed.waiter.deadline_s
+    def _wait_for_members(self, routed: RoutedRequest) -> None:
         self._leave(routed)
-        routed.waiter = Waiter((routed.request.arrival_s, routed.request.request_id), need, deadline_s)
-        self._waiter_to_routed[id(routed.waiter)] = routed
-        self._waiting.join(routed.waiter)
-        self._wake()
+        self._join(routed, self._waiter(routed, self._loop.now(), lacks_members=True))
 
-    def _wake(self) -> None:
+    def _join(self, routed: RoutedRequest, waiter: Waiter) -> None:
+        self.num_waited += 1
+        routed.waiter, routed.lacks_members = waiter, waiter.lacks_members
+        self._waiter_to_routed[id(waiter)] = routed
+        self._waiting.join(waiter)
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """Makes the router look at the queue again at the next moment at which a wait may end without any message."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         next_s = self._waiting.next_at_s(self._loop.now())
         if next_s is not None:
-            self._loop.at(next_s + 1e-6, self._serve_waiting)
+            self._timer = self._loop.at(next_s + 1e-6, self._serve_waiting)
 
     def _serve_waiting(self) -> None:
-        while (taken := self._waiting.take(self._loop.now())) is not None:
+        """Releases the requests that can be served now, one after the other, so that the plan of each counts the work
+        of those before it."""
+        while not self._is_releasing and (taken := self._waiting.take(self._loop.now())) is not None:
             routed = self._waiter_to_routed.pop(id(taken.waiter))
-            if taken.is_served:
-                self._dispatch(routed)
+            routed.waited_s += self._loop.now() - taken.waiter.since_s
+            if taken.is_served or self._goes_on(routed):
+                self._is_releasing = True
+                self.thread.run(self._settings.plan_s, self._release, routed)
+                self._goes_on_later = self._is_releasing
             else:
                 self._leave(routed)
-                self._end_without(routed, "no_capacity")
-        if self._waiting.num_waiting:
-            self._wake()
+                self._end_without(routed, "no_capacity" if routed.lacks_members else "overloaded")
+        if self._waiting.num_waiting and not self._is_releasing:
+            self._set_timer()
+
+    def _release(self, routed: RoutedRequest) -> None:
+        goes_on, self._goes_on_later, self._is_releasing = self._goes_on_later, False, False
+        self._dispatch(routed)
+        if goes_on:
+            self._serve_waiting()
+
+    def _goes_on(self, routed: RoutedRequest) -> bool:
+        """Returns whether a request whose time to wait is over is dispatched all the same: there is room for it now, or
+        it was dispatched before, so that it queues at a worker, where its age ranks it."""
+        if routed.lacks_members:
+            return False
+        return routed.outcome.num_attempts > 0 or self._room(routed, self._loop.now()).verdict != "later"
 
     def _arrived(self, routed: RoutedRequest) -> None:
         if routed.waiter is not None:

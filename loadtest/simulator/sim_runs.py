@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing.sharedctypes import Synchronized
@@ -55,9 +55,11 @@ class SimRun:
         return self.trace_options.max_requests if self.trace is not None else self.workload.num_requests
 
 
-def carry_out(run: SimRun, progress: Synchronized[int] | None = None) -> SimResult:
-    """Returns the result of one run, which has its label."""
-    num_ended = 0
+def carry_out(
+    run: SimRun, progress: Synchronized[int] | None = None, noted: Callable[[], None] = lambda: None
+) -> SimResult:
+    """Returns the result of one run, which has its label. Calls `noted` whenever it has added to `progress`."""
+    num_ended, begun_s = 0, time.monotonic()
 
     def note(_: Outcome) -> None:
         nonlocal num_ended
@@ -65,10 +67,12 @@ def carry_out(run: SimRun, progress: Synchronized[int] | None = None) -> SimResu
         if progress is not None and num_ended % NOTED_EVERY == 0:
             with progress.get_lock():
                 progress.value += NOTED_EVERY
+            noted()
 
     assignment = run.assignment
     cluster = SimCluster(run.settings, None if assignment is None else lambda _: assignment)
-    return replace(cluster.run(run.requests(), note, run.num_clients), policy=run.label)
+    result = cluster.run(run.requests(), note, run.num_clients)
+    return replace(result, policy=run.label, wall_s=time.monotonic() - begun_s)
 
 
 def run_all(runs: Sequence[SimRun], num_processes: int, people: TextIO | None = sys.stderr) -> list[SimResult]:
@@ -81,7 +85,7 @@ def run_all(runs: Sequence[SimRun], num_processes: int, people: TextIO | None = 
         bar = ProgressBar(total, people)
         results = []
         for run in runs:
-            results.append(carry_out(run, progress))
+            results.append(carry_out(run, progress, lambda: bar.show(progress.value)))
             bar.show(progress.value)
         bar.end()
         return results

@@ -5,35 +5,35 @@ step, waits for as long as the step takes, commits it, and hands over one update
 happens at the same moment: reports, block events, results, and features that are needed.
 
 Where the next steps only decode the same sequences, the worker skips them: they are a *stretch*. A stretch ends after
-its last step. If a command arrives before that, the stretch ends with the step that runs then, which is planned as
-usual. The features of a worker are pulled over one link, one after the other. The module knows nothing of routers'
-choices, and nothing of encoders except their announcements.
+its last step. If a command arrives before that, the stretch ends with the step that runs then. Features come through
+the production `Receiver` into an inbox of limited size (`sim_transport`). The module knows nothing of routers' choices,
+and nothing of encoders except their announcements.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from fabric.contracts import (
+    DTYPE_TO_BYTES,
     AttemptId,
     ChoiceResult,
     ErrorInfo,
     FeatureNeeded,
-    FeatureStats,
     GenerateRequest,
     GenerateResult,
     KvEvents,
     KvSnapshot,
     Member,
     MemberId,
-    PullTime,
-    PullWindow,
+    PlaneMessage,
     SequenceId,
     UnitKey,
     UnitReady,
@@ -42,8 +42,8 @@ from fabric.contracts import (
     WorkerLost,
     WorkerReport,
 )
-from fabric.transport import LandedFeature
 from llm_workers.engine_interface import AbortedSequence, Admitted, FailedAttempt, Update
+from llm_workers.features import FeatureEndpoint, Listener, MissingUnit, Receiver
 from llm_workers.scheduling import (
     Arrival,
     FeatureReference,
@@ -57,6 +57,7 @@ from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_reports import WorkerReporter
 from loadtest.simulator.cost_tables import CostTable, LinkCosts
 from loadtest.simulator.event_loop import VirtualLoop
+from loadtest.simulator.sim_transport import FEATURE_DTYPE, SimInbox, SimPlane
 from modalities.family import Positions
 
 CALIBRATION = tuple(StepWork(decodes, tokens) for decodes, tokens in ((0, 16.0), (0, 512.0), (1, 0.0), (32, 0.0)))
@@ -73,9 +74,9 @@ class WorkerOutlets(Protocol):
         """Sends a report or block events to every router."""
         ...
 
-    def need(self, message: FeatureNeeded) -> None: ...
+    def need(self, router_id: MemberId, message: FeatureNeeded) -> None: ...
 
-    def release(self, encoder_id: MemberId, message: UnitRelease) -> None: ...
+    def release(self, encoder_address: str, message: UnitRelease) -> None: ...
 
     def first_token(self, request: GenerateRequest, at_s: float) -> None:
         """Takes the time at which the worker had the first token of an attempt."""
@@ -96,13 +97,10 @@ class OpenGeneration:
     first_output: int
     """Holds the token that is drawn first; the others follow by counting."""
     answer: Callable[[GenerateResult], None]
-    announced: dict[UnitKey, UnitReady] = field(default_factory=dict)
     num_cached: int = 0
-    first_token_at_s: float = 0.0
     num_tokens: int = 0
     feature_bytes: int = 0
     """Sums the features that landed for the attempt."""
-    is_admitted: bool = False
 
 
 @dataclass(slots=True)
@@ -116,15 +114,13 @@ class Stretch:
     work: StepWork
 
 
-class WorkerTime:
-    """A `WorkerTime` is the scheduler's clock. It stands at the beginning of a step that is planned afterwards."""
+class WorkerLimits(NamedTuple):
+    """Holds what a worker may have and do besides its config."""
 
-    def __init__(self, loop: VirtualLoop) -> None:
-        self._loop = loop
-        self.at_s: float | None = None
-
-    def now(self) -> float:
-        return self._loop.now() if self.at_s is None else self.at_s
+    max_model_len: int
+    inbox_bytes: int
+    report_spacing_s: float = 0.0
+    """This is the shortest time between two reports."""
 
 
 class SimWorker:
@@ -138,11 +134,11 @@ class SimWorker:
         table: CostTable,
         loop: VirtualLoop,
         outlets: WorkerOutlets,
-        max_model_len: int,
-        spacing_s: float = 0.0,
+        limits: WorkerLimits,
         *,
         is_fast: bool = True,
     ) -> None:
+        max_model_len, inbox_bytes, self._spacing_s = limits
         self.member = member
         self.slowness = 1.0
         """Multiplies the time of every step; a fault changes it."""
@@ -151,32 +147,26 @@ class SimWorker:
         self.num_steps = 0
         self.num_planned = 0
         """Counts the steps that were planned; the others were skipped."""
-        self.max_feature_bytes = self.feature_bytes = 0
+        self.num_stretches = 0
         self.max_kept_bytes = self.kept_bytes = 0
         """Counts the bytes that the worker would have if it kept features until the ends of their requests."""
         self.max_kv_blocks = 0
         self._config, self._table, self._loop, self._outlets, self._is_fast = config, table, loop, outlets, is_fast
-        self._spacing_s = spacing_s
-        self._time = WorkerTime(loop)
-        self.scheduler = Scheduler(config, max_model_len, self._time, table.worker.scale_tokens)
-        self._reporter = WorkerReporter(member.member_id, config, self.scheduler.stats(), self._feature_stats)
+        self.scheduler = Scheduler(config, max_model_len, loop, table.worker.scale_tokens)
+        self.inbox = SimInbox(inbox_bytes, loop, lambda source: outlets.link_from(MemberId(source), member))
+        endpoint = FeatureEndpoint(member.member_id, SimPlane(member.address, self._send), self.inbox, loop)
+        listener = Listener(self._unit_event, self._needed, self._fail, self._broken)
+        self._receiver = receiver = Receiver(endpoint, config, (1, table.worker.hidden_size), self, listener)
+        stats, windows = self.scheduler.stats(), receiver.pull_log.windows
+        self._reporter = WorkerReporter(member.member_id, config, stats, receiver.stats, windows)
         self._reporter.epoch = member.epoch
         self._commands: deque[Callable[[Update], None]] = deque()
         self._attempt_to_open: dict[AttemptId, OpenGeneration] = {}
+        self._sequence_to_open: dict[SequenceId, OpenGeneration] = {}
+        """Holds the same ones by their only sequence, for what is done for every token."""
         self._is_turning = False
         """Says whether a step is on the device, or a turn is about to begin."""
         self._stretch: Stretch | None = None
-        self._unit_to_bytes: dict[UnitKey, int] = {}
-        """Holds the units that are being pulled or are here."""
-        self._unclaimed: dict[AttemptId, list[UnitReady]] = {}
-        """Holds announcements whose request has not arrived yet."""
-        self._num_references = 0
-        self._link_free_s = 0.0
-        self._num_pulling = 0
-        self._window_begun_s = 0.0
-        self._window: list[PullTime] = []
-        """Holds the pulls since the link was last idle."""
-        self._windows: list[PullWindow] = []
         self._is_report_due = False
         self._reported_at_s = -self._config.report_interval_s
         self._admitted_since: list[AttemptId] = []
@@ -190,38 +180,24 @@ class SimWorker:
         if not self.is_alive:
             answer(self._failure(opened, WorkerLost(f"{self.member.member_id} is gone")))
             return
-        self._attempt_to_open[attempt_id] = opened
+        self._attempt_to_open[attempt_id] = self._sequence_to_open[SequenceId(*attempt_id, 0)] = opened
         num_tokens = len(request.token_ids)
         positions = Positions(np.arange(num_tokens, dtype=np.int64)[None], 0)
         try:
             arrival = self.scheduler.prepare(request, positions)
+            if request.media:
+                self._receiver.expect(attempt_id, request)
         except WeftError as error:
-            del self._attempt_to_open[attempt_id]
+            self._close(attempt_id)
             answer(self._failure(opened, error))
             return
-        self._post(lambda update: self._add(arrival, update))
-        for message in self._unclaimed.pop(attempt_id, ()):
-            self.announce(message)
+        if attempt_id in self._attempt_to_open:  # A feature that is here may differ from the plan.
+            self._post(lambda update: self._add(arrival, update))
 
     def announce(self, message: UnitReady) -> None:
-        """Takes an announcement and pulls the unit, unless it is here."""
-        attempt_id = AttemptId(message.request_id, message.attempt)
-        opened = self._attempt_to_open.get(attempt_id)
-        if not self.is_alive:
-            return
-        if opened is None:
-            self._unclaimed.setdefault(attempt_id, []).append(message)
-            self._loop.after(self._config.unclaimed_unit_ttl_s, self._give_up_unclaimed, attempt_id)
-            return
-        opened.announced[message.unit] = message
-        if message.unit in self._unit_to_bytes:
-            self._release(message)
-        else:
-            self._pull(message)
-
-    def _give_up_unclaimed(self, attempt_id: AttemptId) -> None:
-        for message in self._unclaimed.pop(attempt_id, ()):
-            self._release(message)
+        """Takes an announcement, which may come before its request."""
+        if self.is_alive:
+            self._receiver.announce(message)
 
     def abort(self, attempt_id: AttemptId) -> None:
         self._post(lambda update: self._abort(attempt_id, update))
@@ -239,6 +215,7 @@ class SimWorker:
         """Fits the worker's costs to its steps, as at boot in production, and begins to report: first after
         `first_report_s`, and then at the configured interval."""
         self._reporter.costs.fit([(work, self._step_s(work)) for work in CALIBRATION])
+        self._loop.soon(self._receiver.start)
         self._loop.after(first_report_s, self._tick)
 
     def die(self) -> list[tuple[OpenGeneration, int]]:
@@ -247,8 +224,10 @@ class SimWorker:
         self.is_alive = False
         self._stretch = None
         self._commands.clear()
+        self._receiver.stop()
         lost = [(opened, opened.num_tokens) for opened in self._attempt_to_open.values()]
         self._attempt_to_open.clear()
+        self._sequence_to_open.clear()
         return lost
 
     @property
@@ -262,50 +241,56 @@ class SimWorker:
 
     # ------------------------------------------------------------ features
 
-    def _pull(self, message: UnitReady) -> None:
-        nbytes = message.ticket.nbytes
-        self._unit_to_bytes[message.unit] = nbytes
-        self.feature_bytes += nbytes
-        self.max_feature_bytes = max(self.max_feature_bytes, self.feature_bytes)
-        link = self._outlets.link_from(message.encoder_id, self.member)
-        self._link_free_s = max(self._loop.now(), self._link_free_s) + nbytes / link.bytes_per_s
-        if not self._num_pulling:
-            self._window_begun_s = self._loop.now()
-        self._num_pulling += 1
-        self._loop.at(self._link_free_s + link.latency_s, self._landed, message, self._loop.now())
+    def encoder_left(self, encoder_id: MemberId) -> None:
+        """Gives up what an encoder that died has announced or was sending."""
+        if self.is_alive:
+            self.inbox.peer_dead(encoder_id)
+            self._receiver.drop_source(encoder_id)
 
-    def _landed(self, message: UnitReady, begun_s: float) -> None:
-        if not self.is_alive:
-            return
-        self._note_pull(message, begun_s)
-        self._release(message)
-        if opened := self._attempt_to_open.get(AttemptId(message.request_id, message.attempt)):
-            opened.feature_bytes += message.ticket.nbytes
-            self.kept_bytes += message.ticket.nbytes
-            self.max_kept_bytes = max(self.max_kept_bytes, self.kept_bytes)
-        self._num_references += 1
-        feature = LandedFeature(self._num_references, _EMPTY, message.ticket, 0.0)
-        reference = FeatureReference(message.unit, self._num_references, feature)
+    def hold_feature(self, reference: FeatureReference) -> None:
+        """Hands the scheduler a reference; the receiver calls it."""
         self._post(lambda update: self.scheduler.hold_feature(reference))
 
-    def _note_pull(self, message: UnitReady, begun_s: float) -> None:
-        """Notes the time of a pull for the next report, from which routers learn what links cost."""
-        begin_s, now_s = self._window_begun_s, self._loop.now()
-        source, nbytes = message.ticket.source, message.ticket.nbytes
-        self._window.append(PullTime(source, nbytes, begun_s - begin_s, now_s - begin_s))
-        self._num_pulling -= 1
-        if not self._num_pulling:
-            self._windows.append(PullWindow(tuple(self._window)))
-            self._window.clear()
+    def evict_feature(self, unit: UnitKey) -> None:
+        """Asks the scheduler to give up a unit; the receiver calls it to make room."""
+        self._post(lambda update: self._evict(unit, update))
 
-    def _release(self, message: UnitReady) -> None:
-        release = UnitRelease(
-            self.member.member_id, message.request_id, message.attempt, message.unit, message.ticket.generation
-        )
-        self._outlets.release(message.encoder_id, release)
+    def _evict(self, unit: UnitKey, update: Update) -> None:
+        released = self.scheduler.evict_feature(unit)
+        if released is not None:
+            update.released.append(released)
 
-    def _feature_stats(self) -> FeatureStats:
-        return FeatureStats(inbox_bytes_used=self.feature_bytes)
+    def _unit_event(self, attempt_id: AttemptId, event: str, unit: UnitKey) -> None:
+        """Counts what the worker would have if it kept features until the ends of their requests."""
+        opened, shape = self._attempt_to_open.get(attempt_id), self._receiver.store.planned_shape(attempt_id, unit)
+        if event == "unit_landed" and opened is not None and shape is not None:
+            nbytes = prod(shape) * DTYPE_TO_BYTES[FEATURE_DTYPE]
+            opened.feature_bytes += nbytes
+            self.kept_bytes += nbytes
+            self.max_kept_bytes = max(self.max_kept_bytes, self.kept_bytes)
+
+    def _needed(self, needs: Sequence[MissingUnit]) -> None:
+        """Asks the routers of the attempts for units."""
+        grouped: dict[tuple[AttemptId, str], list[UnitKey]] = {}
+        for need in needs:
+            grouped.setdefault((need.attempt, need.reason), []).append(need.unit)
+        for (attempt_id, reason), units in grouped.items():
+            if opened := self._attempt_to_open.get(attempt_id):
+                message = FeatureNeeded(self.member.member_id, *attempt_id, tuple(units), reason)
+                self._outlets.need(opened.request.router_id, message)
+
+    def _broken(self, error: WeftError) -> None:
+        raise RuntimeError(f"the features of {self.member.member_id} are in disorder: {error.message}")
+
+    def _fail(self, attempt_id: AttemptId, error: WeftError) -> None:
+        """Ends an attempt whose features are not those that it planned."""
+        if opened := self._close(attempt_id):
+            opened.answer(self._failure(opened, error))
+            self.abort(attempt_id)
+
+    def _send(self, address: str, message: PlaneMessage) -> None:
+        assert isinstance(message, UnitRelease)
+        self._outlets.release(address, message)
 
     # ------------------------------------------------------------ turns
 
@@ -346,7 +331,7 @@ class SimWorker:
     def _begin_step(self, plan: StepPlan, update: Update) -> None:
         self._is_turning = True
         self.num_planned += 1
-        begun_s = self._time.now()
+        begun_s = self._loop.now()
         work = self.scheduler.work(plan)
         step_s = self._step_s(work)
         if work.weighted_tokens:
@@ -364,8 +349,9 @@ class SimWorker:
             if chunk.sampling is not None:
                 drawn[chunk.sequence_id] = self._drawn(chunk.sequence_id, chunk.draw_index)
         if plan.decodes is not None:
-            for sequence_id, index in zip(plan.decodes.sequence_ids, plan.decodes.draw_indexes.tolist(), strict=True):
-                drawn[sequence_id] = self._drawn(sequence_id, index)
+            rows = zip(plan.decodes.sequence_ids, plan.decodes.draw_indexes.tolist(), strict=True)
+            opens = self._sequence_to_open
+            drawn.update({sequence_id: (opens[sequence_id].first_output + index,) for sequence_id, index in rows})
         update.events = self.scheduler.commit(plan, StepResult(drawn))
         update.step_work, update.step_s = self.scheduler.work(plan), now_s - begun_s
         update.released += self.scheduler.release_unneeded()
@@ -378,7 +364,7 @@ class SimWorker:
         return self._table.worker.step_s(work) * self.slowness
 
     def _drawn(self, sequence_id: SequenceId, index: int) -> tuple[int, ...]:
-        opened = self._attempt_to_open.get(sequence_id.attempt_id)
+        opened = self._sequence_to_open.get(sequence_id)
         return (index if opened is None else opened.first_output + index,)
 
     # ------------------------------------------------------------ stretches
@@ -388,6 +374,7 @@ class SimWorker:
         work = StepWork(self.scheduler.stats().num_decoding, 0.0)
         step_s = self._step_s(work)
         self._is_turning = True
+        self.num_stretches += 1
         self._stretch = stretch = Stretch(now_s, step_s, num_steps, work)
         end_s = now_s
         for _ in range(num_steps):  # A product would round otherwise than the sums of single steps.
@@ -405,15 +392,10 @@ class SimWorker:
         self._settle()
         stretch = self._stretch
         assert stretch is not None
-        if not stretch.num_steps:
-            return  # The event that ends the stretch comes at this time.
-        self._stretch = None
-        self._time.at_s = stretch.at_s
-        plan = self.scheduler.plan_step()
-        assert plan.decodes is not None
-        assert not plan.others, "a stretch has nothing but plain decodes"
-        self._begin_step(plan, Update())
-        self._time.at_s = None
+        if stretch.num_steps <= 1:
+            return  # The event that ends the stretch comes with the end of this step.
+        self._stretch = last = replace(stretch, num_steps=1)
+        self._loop.at(stretch.at_s + stretch.step_s, self._end_stretch, last)
 
     def _settle(self) -> None:
         """Advances the scheduler by the steps of the stretch that have ended."""
@@ -430,7 +412,7 @@ class SimWorker:
         if not num_ended:
             return
         for tokens in self.scheduler.run_steady_steps(num_ended, self._draw_many):
-            if opened := self._attempt_to_open.get(tokens.sequence_id.attempt_id):
+            if opened := self._sequence_to_open.get(tokens.sequence_id):
                 opened.num_tokens += num_ended
         self.num_steps += num_ended
         stretch.at_s, stretch.num_steps = ends, stretch.num_steps - num_ended
@@ -438,7 +420,7 @@ class SimWorker:
         self._reporter.take(Update(stats=self.scheduler.stats(), kv_first_seq=first_seq, kv_events=events))
 
     def _draw_many(self, sequence_id: SequenceId, first: int, count: int) -> range:
-        opened = self._attempt_to_open.get(sequence_id.attempt_id)
+        opened = self._sequence_to_open.get(sequence_id)
         base = 0 if opened is None else opened.first_output
         return range(base + first, base + first + count)
 
@@ -454,8 +436,16 @@ class SimWorker:
         times = self.scheduler.times_of(attempt_id)
         for sequence_id in self.scheduler.abort(attempt_id):
             update.aborted.append(AbortedSequence(sequence_id, times[sequence_id]))
-        if opened := self._attempt_to_open.pop(attempt_id, None):
+        self._close(attempt_id)
+
+    def _close(self, attempt_id: AttemptId) -> OpenGeneration | None:
+        """Forgets an attempt, and returns it if it was open."""
+        self._sequence_to_open.pop(SequenceId(*attempt_id, 0), None)
+        opened = self._attempt_to_open.pop(attempt_id, None)
+        if opened is not None and opened.request.media:
             self.kept_bytes -= opened.feature_bytes
+            self._receiver.end(attempt_id)
+        return opened
 
     # ------------------------------------------------------------ what the service does with an update
 
@@ -463,19 +453,13 @@ class SimWorker:
         """Hands out what a turn changed. A step that only decodes sends its block events with a later one, so that it
         can be skipped."""
         update.needed.extend(self.scheduler.drain_needed())
-        self.scheduler.drain_reads()
         update.stats, update.at_s = self.scheduler.stats(), self._loop.now()
         # Events are taken before the next step is planned, because planning may evict blocks for that step.
         update.kv_first_seq, update.kv_events = self.scheduler.drain_kv_events()
         self.max_kv_blocks = max(self.max_kv_blocks, update.stats.kv_blocks_used)
-        for released in update.released:
-            self.feature_bytes -= self._unit_to_bytes.pop(released.unit, 0)
-        for admitted in update.admitted:
-            self._admitted(admitted)
-        for needed in update.needed:
-            self._need(needed.sequence_id.attempt_id, (needed.unit,), needed.reason)
+        self._apply_to_features(update)
         for failed in update.failed:
-            if opened := self._attempt_to_open.pop(failed.attempt, None):
+            if opened := self._close(failed.attempt):
                 opened.answer(self._failure(opened, failed.error))
         finished = () if update.events is None else update.events.finished
         if update.events is not None:
@@ -490,41 +474,31 @@ class SimWorker:
     def _count_tokens(self, update: Update) -> None:
         assert update.events is not None
         for tokens in update.events.tokens:
-            opened = self._attempt_to_open.get(tokens.sequence_id.attempt_id)
+            opened = self._sequence_to_open.get(tokens.sequence_id)
             if opened is not None:
-                opened.num_tokens += len(tokens.token_ids)
-                opened.first_token_at_s = opened.first_token_at_s or self._loop.now()
-                if opened.num_tokens == len(tokens.token_ids):
+                if not opened.num_tokens:
                     self._outlets.first_token(opened.request, self._loop.now())
+                opened.num_tokens += len(tokens.token_ids)
 
-    def _admitted(self, admitted: Admitted) -> None:
-        opened = self._attempt_to_open.get(admitted.attempt)
-        if opened is None:
-            return
-        opened.is_admitted, opened.num_cached = True, admitted.admission.num_cached_tokens
-        dispatched = {opened.request.media[index].mm_hash for index in opened.request.dispatched_items}
-        uncovered = []
-        for unit in admitted.admission.missing_units:
-            if unit in self._unit_to_bytes:
-                continue
-            if unit in opened.announced:
-                self._pull(opened.announced[unit])
-            elif unit.mm_hash not in dispatched:
-                uncovered.append(unit)
-        if uncovered:
-            self._need(admitted.attempt, tuple(uncovered), admitted.admission.reason)
-
-    def _need(self, attempt_id: AttemptId, units: tuple[UnitKey, ...], reason: str) -> None:
-        missing = tuple(unit for unit in units if unit not in self._unit_to_bytes)
-        if missing:
-            self._outlets.need(FeatureNeeded(self.member.member_id, *attempt_id, missing, reason))
+    def _apply_to_features(self, update: Update) -> None:
+        """Tells the receiver what a turn did to features, in the order of production (`WorkerService`)."""
+        receiver = self._receiver
+        for released in update.released:
+            receiver.release(released)
+        if reads := self.scheduler.drain_reads():
+            receiver.update_reads(reads)
+        for attempt_id, admission in update.admitted:
+            receiver.admit(attempt_id, admission.missing_units)
+        for sequence_id, unit, reason in update.needed:
+            receiver.need(sequence_id.attempt_id, unit, reason)
+        if receiver.store.num_held or receiver.store.num_attempts:
+            receiver.settle()
 
     def _finish(self, finished: FinishedSequence) -> None:
         attempt_id = finished.sequence_id.attempt_id
-        opened = self._attempt_to_open.pop(attempt_id, None)
+        opened = self._close(attempt_id)
         if opened is None:
             return
-        self.kept_bytes -= opened.feature_bytes
         times = finished.times
         choice = ChoiceResult(0, finished.finish_reason, finished.num_tokens)
         opened.answer(
@@ -563,13 +537,15 @@ class SimWorker:
         report = msgspec.structs.replace(
             self._reporter.report(self._loop.now()),
             acknowledged=tuple(self._admitted_since),
-            pulls=tuple(self._windows),
         )
-        self._admitted_since, self._windows, self._reported_at_s = [], [], self._loop.now()
+        self._receiver.pull_log.forget_windows()
+        self._admitted_since, self._reported_at_s = [], self._loop.now()
         self._outlets.broadcast(report)
 
     def _tick(self) -> None:
         if self.is_alive:
+            self._receiver.settle()
+            self._receiver.check_at_rest()
             if self._loop.now() - self._reported_at_s >= self._config.report_interval_s:
                 self._report()
             self._loop.after(self._config.report_interval_s, self._tick)

@@ -8,12 +8,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_requests import run, small_cluster, small_workload
+from simulated_requests import TABLE, run, small_cluster, small_workload
 
 from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import POLICIES
 from loadtest.simulator.sim_cluster import ClusterSettings, SimResult
 from loadtest.simulator.sim_requests import SimRequest
+
+LARGEST_UNIT = max(max(TABLE.kind(name).item(0, "x").unit_tokens) for name in TABLE.media)
+LARGEST_BYTES = LARGEST_UNIT * 2 * TABLE.worker.hidden_size + 4096
+"""This is the room that the largest feature of the workload takes in an inbox."""
 
 clusters = st.builds(
     small_cluster,
@@ -28,6 +32,9 @@ clusters = st.builds(
     report_delay_s=st.sampled_from((0.0, 0.05, 1.0)),
     encoder_slowness=st.sampled_from(((), (1.0, 3.0))),
     waits_for_media=st.booleans(),
+    inbox_bytes=st.sampled_from((LARGEST_BYTES, 3 * LARGEST_BYTES, 2**34)),
+    router_plan_s=st.sampled_from((0.0, 0.004)),
+    router_message_s=st.sampled_from((0.0, 0.0005)),
 )
 faults = st.lists(
     st.builds(
@@ -59,6 +66,29 @@ def test_every_request_ends_once_with_all_of_its_tokens(cluster: ClusterSettings
     result = run(cluster, requests)
     check_conservation(result, requests)
     assert all(one.is_served for one in result.outcomes), [one.error for one in result.outcomes if one.error]
+    assert result.max_feature_bytes <= cluster.inbox_bytes
+
+
+@settings(max_examples=15, deadline=None)
+@given(clusters, st.integers(0, 1000), st.integers(300, 3000))
+def test_requests_that_wait_for_room_are_served_and_those_without_any_are_refused_before_they_cost_something(
+    cluster: ClusterSettings, seed: int, num_tokens: int
+) -> None:
+    """The KV pools hold a few prompts each, and some prompts are larger than a pool. Reports are fresh: a router
+    without any takes a worker for large enough."""
+    cluster = replace(cluster, num_blocks=-(-num_tokens // cluster.block_size), report_delay_s=0.0)
+    requests = small_workload(25, 30.0, seed)
+    result = run(cluster, requests)
+    assert [one.index for one in result.outcomes] == [one.index for one in requests]
+    assert result.max_feature_bytes <= cluster.inbox_bytes
+    room = cluster.num_blocks * cluster.block_size
+    for outcome in result.outcomes:
+        if -(-outcome.num_prompt // cluster.block_size) > cluster.num_blocks:
+            assert (outcome.error, outcome.num_attempts) == ("context_length_exceeded", 0)
+            assert not outcome.encoder_ids
+        elif outcome.num_prompt + outcome.num_output < room:
+            assert outcome.is_served, outcome
+            assert outcome.num_tokens == outcome.num_output
 
 
 @settings(max_examples=10, deadline=None)

@@ -10,6 +10,7 @@ from simulated_requests import run, small_cluster, small_workload
 
 from deploy.cli import main
 from loadtest.simulator import sim_runs
+from loadtest.simulator.choice import ChoiceScale, LargeRun, large
 from loadtest.simulator.document_figures import FIGURES
 from loadtest.simulator.sim_report import Percentiles, Plot, kind_table, summarise, summary_table, write_report
 from loadtest.simulator.sim_runs import SAMPLE, LeastWork, ProgressBar, SimRun, at_load, capacity, run_all
@@ -133,6 +134,22 @@ def test_wrong_options_are_explained(capsys: pytest.CaptureFixture[str]) -> None
     assert "there is no figure 'none'; there are overlap" in capsys.readouterr().err
     assert main(["simulate", "run", "--slow-workers", "1,x"]) == 1
     assert "is no list of factors" in capsys.readouterr().err
+
+
+def test_large_runs_tell_how_long_they_took() -> None:
+    scale = ChoiceScale(num_processes=1, large_runs=(LargeRun(60, 4, 2), LargeRun(30, 8, 3)))
+    experiment = large(scale)
+    text, (_, first, second) = experiment.parts
+    assert "80 % load" in str(text)
+    assert (first[0], first[1], first[2]) == ("4 workers, 2 encoders", "60", "0")
+    assert (second[0], second[1], second[2]) == ("8 workers, 3 encoders", "30", "0")
+    assert [bar.target for bar in experiment.bars] == [20.0, 20.0]
+    assert all(0.0 < bar.value < 1.0 for bar in experiment.bars)
+
+
+def test_the_sizes_of_large_runs_come_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "choice", "large", "--large", "30:4", "--processes", "1"]) == 1
+    assert "is no list of runs" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- figures of the documents
