@@ -348,6 +348,26 @@ static int is_better(Score a, Score b) {
   return a.landings_sum_s < b.landings_sum_s;
 }
 
+/* A `Move` gives an item to another encoder, and the item `other`, unless that is NONE, to the item's present one. */
+typedef struct {
+  int64_t item, encoder, other;
+  Score score;
+} Move;
+
+/* Scores a move, keeps it in `best` if it is better, and takes it back. */
+static void try_move(const Problem *p, const Row *row, const Goal *goal, Move move, int64_t *encoders,
+                     double *landings_s, Move *best, int64_t *trials_left) {
+  int64_t present = encoders[move.item];
+  encoders[move.item] = move.encoder;
+  if (move.other != NONE) encoders[move.other] = present;
+  land(p, row->classes, encoders, landings_s, 0);
+  move.score = judge(p, goal, landings_s);
+  if (is_better(move.score, best->score)) *best = move;
+  encoders[move.item] = present;
+  if (move.other != NONE) encoders[move.other] = move.encoder;
+  --*trials_left;
+}
+
 /* Moves items off the encoder that decides the end, or swaps them with items of other encoders, while that helps. With
    `is_wide` it moves items of all encoders, because what delays the deciding unit may be the link. */
 static Score climb(const Problem *p, const Row *row, const Goal *goal, const Offer *offers, int is_wide,
@@ -355,60 +375,36 @@ static Score climb(const Problem *p, const Row *row, const Goal *goal, const Off
   double landings_s[p->num_units + 1];
   const Offer *list[p->num_encoders + 1];
   land(p, row->classes, encoders, landings_s, 0);
-  Score best = judge(p, goal, landings_s);
-  while (best.unit != NONE && *trials_left > 0) {
-    int64_t decider = 0, best_item = NONE, best_other = NONE, best_encoder = NONE;
-    while (p->first_unit[decider + 1] <= best.unit) decider++;
-    int64_t deciding = encoders[decider], full, best_full = NONE;
-    Score found = best;
+  Move best = {NONE, NONE, NONE, judge(p, goal, landings_s)};
+  while (best.score.unit != NONE && *trials_left > 0) {
+    int64_t decider = 0;
+    while (p->first_unit[decider + 1] <= best.score.unit) decider++;
+    int64_t deciding = encoders[decider];
+    best.item = NONE;
     for (int64_t i = 0; i < p->num_items; i++) {
-      full = encoders[i];
+      int64_t full = encoders[i];
       if (full == NONE || (full != deciding && !is_wide)) continue;
       int64_t last = p->first_unit[i + 1] - 1, num = shortlist(p, row, offers + i * p->num_encoders, list);
       for (int64_t c = 0; c < num && *trials_left > 0; c++) {
         int64_t encoder = list[c]->encoder;
         int class = row->classes[encoder];
         double least_s = list[c]->alone_s + p->alpha_s[class] + p->s_per_byte[class] * p->unit_bytes[last];
-        if (encoder == full || least_s + goal->s_per_token * goal->behind[last] > found.end_s) continue;
-        encoders[i] = encoder;
-        land(p, row->classes, encoders, landings_s, 0);
-        Score score = judge(p, goal, landings_s);
-        if (is_better(score, found)) {
-          found = score;
-          best_item = i;
-          best_other = NONE;
-          best_encoder = encoder;
-        }
-        --*trials_left;
+        if (encoder == full || least_s + goal->s_per_token * goal->behind[last] > best.score.end_s) continue;
+        try_move(p, row, goal, (Move){i, encoder, NONE, best.score}, encoders, landings_s, &best, trials_left);
       }
-      encoders[i] = full;
       for (int64_t k = 0; k < p->num_items && *trials_left > 0; k++) {
         int64_t other = encoders[k];
         if (other == NONE || other == full || !p->is_able[p->modality[i] * p->stride + other] ||
             !p->is_able[p->modality[k] * p->stride + full])
           continue;
-        encoders[i] = other;
-        encoders[k] = full;
-        land(p, row->classes, encoders, landings_s, 0);
-        Score score = judge(p, goal, landings_s);
-        if (is_better(score, found)) {
-          found = score;
-          best_item = i;
-          best_other = k;
-          best_encoder = other;
-          best_full = full;
-        }
-        encoders[i] = full;
-        encoders[k] = other;
-        --*trials_left;
+        try_move(p, row, goal, (Move){i, other, k, best.score}, encoders, landings_s, &best, trials_left);
       }
     }
-    if (best_item == NONE) break;
-    encoders[best_item] = best_encoder;
-    if (best_other != NONE) encoders[best_other] = best_full;
-    best = found;
+    if (best.item == NONE) break;
+    if (best.other != NONE) encoders[best.other] = encoders[best.item];
+    encoders[best.item] = best.encoder;
   }
-  return best;
+  return best.score;
 }
 
 /* Writes the best assignment of all lacking items to one encoder and returns its score; the score is FAR if no encoder

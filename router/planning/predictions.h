@@ -51,86 +51,116 @@ static double due_tokens(const Workers *all, int64_t w, int64_t entry) {
   return all->awaited[(all->max_awaited + entry) * all->stride + w];
 }
 
+/* Returns the steps of a worker on which so many sequences decode. */
+static Steps steps_of(const Workers *all, int64_t w, double num_decoding) {
+  double base_s = all->base_s[w], s_per_token = all->per_token_s[w], decode_s = s_per_token;
+  if (all->reported_decode_s[w] > 0.0) {
+    double measured_s = all->reported_base_s[w];
+    decode_s = all->reported_decode_s[w] * (measured_s > 0.0 ? base_s / most(measured_s, 1e-12) : 1.0);
+  }
+  Steps steps = {base_s + decode_s * num_decoding, s_per_token, most(1.0, all->max_step_tokens[w] - num_decoding), 0.0};
+  steps.full_s = most(steps.step_s + s_per_token * steps.room, 1e-12);
+  return steps;
+}
+
+/* Returns the tokens that are ahead of a request when the running step has ended, and writes when that is. */
+static double tokens_ahead(const Workers *all, int64_t w, double now, const Steps *steps, double num_decoding,
+                           double pending, double num_pending, double *remaining_s) {
+  double queued = all->queued_tokens[w], age_s = most(now - all->report_at_s[w], 0.0) - all->step_left_s[w];
+  double work_s = seconds(steps, queued);
+  if (age_s < 0.0) { /* The step that ran at the report has not ended. */
+    *remaining_s = -age_s;
+    return pending + queued;
+  }
+  if (queued > 0.0 && age_s < work_s) {
+    double num_begun = floor(age_s / steps->full_s) + 1.0, num_left = most(queued - num_begun * steps->room, 0.0);
+    *remaining_s = (num_left > 0.0 ? num_begun * steps->full_s : work_s) - age_s;
+    return pending + num_left;
+  }
+  if (num_decoding > 0.0) {
+    *remaining_s = 0.5 * steps->step_s;
+    return pending;
+  }
+  double first = least(pending / most(num_pending, 1.0), steps->room);
+  *remaining_s = 0.5 * (steps->step_s * (first > 0.0) + steps->s_per_token * first);
+  return pending - first;
+}
+
+/* Returns when a worker has a place and blocks for a request. A worker without a rate makes room by giving up blocks
+   that it must compute again, which delays `begin_s`. */
+static double room_at_s(const Workers *all, int64_t w, const Steps *steps, double need_blocks, double *begin_s) {
+  double num_over = all->num_there[w] + all->num_pending[w] + 1.0 - all->max_sequences[w], free_s = 0.0;
+  if (all->max_sequences[w] > 0.0 && num_over > 0.0)
+    free_s = all->residence_s[w] * num_over / most(all->max_sequences[w], 1.0);
+  double unused = most(all->kv_blocks_total[w] - (all->kv_blocks_used[w] + all->pending_blocks[w]), 0.0);
+  double lacking = all->kv_blocks_total[w] > 0.0 ? most(need_blocks - unused, 0.0) : 0.0;
+  if (lacking > 0.0) {
+    double blocks_per_s = all->residence_s[w] > 0.0 ? all->kv_blocks_used[w] / most(all->residence_s[w], 1e-12) : 0.0;
+    if (blocks_per_s > 0.0)
+      free_s = most(free_s, lacking / blocks_per_s);
+    else
+      *begin_s += seconds(steps, lacking * all->block_size[w]);
+  }
+  return free_s;
+}
+
+/* Returns the tokens that land for other requests until `at_s`. */
+static double landed_tokens(const Workers *all, int64_t w, double now, double at_s) {
+  double num_landed = 0.0;
+  for (int64_t k = 0; k < (int64_t)all->num_awaited[w]; k++)
+    if (due_s(all, w, k, now) <= at_s) num_landed += due_tokens(all, w, k);
+  return num_landed;
+}
+
+/* Returns for how long a worker has been silent, within the limit. */
+static double silence_of(const Workers *all, int64_t w, const Request *request) {
+  if (all->is_reported[w] == 0.0) return request->max_silence_s;
+  double silence_s = request->now - request->stale_after_s - all->report_at_s[w];
+  return least(most(silence_s, 0.0), request->max_silence_s);
+}
+
+/* Returns the tokens of the prompt that need no computing: the cached ones, and those that requests ahead compute. */
+static double covered_tokens(const Workers *all, int64_t w, const Request *request, double held, double num_shared) {
+  if (!request->promised_tokens) return held;
+  double promised = least(request->promised_tokens[w], most(request->num_tokens - 1.0, 0.0)) - ceil(num_shared);
+  double block_size = most(all->block_size[w], 1.0);
+  return most(held, floor(promised / block_size) * block_size);
+}
+
 void worker_times(const Workers *all, const Request *request, const Times *out) {
   for (int64_t w = 0; w < all->num; w++) {
-    double silence_s = all->is_reported[w] == 0.0
-                           ? request->max_silence_s
-                           : request->now - request->stale_after_s - all->report_at_s[w];
-    silence_s = least(most(silence_s, 0.0), request->max_silence_s);
+    double silence_s = silence_of(all, w, request);
     int is_silent = silence_s > 0.0;
     double pending = is_silent ? all->open_units[w] : all->pending_units[w];
     double num_pending = is_silent ? all->num_open[w] : all->num_pending[w];
     double num_decoding = is_silent ? most(all->num_decoding[w], all->num_open[w]) : all->num_decoding[w];
-
-    /* The steps of the worker, and what is ahead in them. */
-    double base_s = all->base_s[w], s_per_token = all->per_token_s[w], decode_s = s_per_token;
-    if (all->reported_decode_s[w] > 0.0) {
-      double measured_s = all->reported_base_s[w];
-      decode_s = all->reported_decode_s[w] * (measured_s > 0.0 ? base_s / most(measured_s, 1e-12) : 1.0);
-    }
-    Steps steps = {base_s + decode_s * num_decoding, s_per_token, most(1.0, all->max_step_tokens[w] - num_decoding), 0.0};
-    steps.full_s = most(steps.step_s + s_per_token * steps.room, 1e-12);
-    double queued = all->queued_tokens[w], age_s = most(request->now - all->report_at_s[w], 0.0) - all->step_left_s[w];
-    double work_s = seconds(&steps, queued), remaining_s, ahead;
-    if (age_s < 0.0) { /* The step that ran at the report has not ended. */
-      remaining_s = -age_s;
-      ahead = pending + queued;
-    } else if (queued > 0.0 && age_s < work_s) {
-      double num_begun = floor(age_s / steps.full_s) + 1.0, num_left = most(queued - num_begun * steps.room, 0.0);
-      remaining_s = (num_left > 0.0 ? num_begun * steps.full_s : work_s) - age_s;
-      ahead = pending + num_left;
-    } else if (num_decoding > 0.0) {
-      remaining_s = 0.5 * steps.step_s;
-      ahead = pending;
-    } else {
-      double first = least(pending / most(num_pending, 1.0), steps.room);
-      remaining_s = 0.5 * (steps.step_s * (first > 0.0) + s_per_token * first);
-      ahead = pending - first;
-    }
-    double num_full = floor(ahead / steps.room), begin_s = remaining_s + num_full * steps.full_s;
-    double num_shared = ahead - num_full * steps.room, free_at_s = remaining_s;
+    Steps steps = steps_of(all, w, num_decoding);
+    double free_at_s = 0.0;
+    double ahead = tokens_ahead(all, w, request->now, &steps, num_decoding, pending, num_pending, &free_at_s);
+    double num_full = floor(ahead / steps.room), begin_s = free_at_s + num_full * steps.full_s;
+    double num_shared = ahead - num_full * steps.room;
 
     /* What the worker has of the prompt. */
     double block_size = most(all->block_size[w], 1.0);
     double num_blocks = least(request->depths[w], floor((request->num_tokens - 1.0) / block_size));
     int is_forgotten = is_silent && all->is_reported[w] > 0.0; /* The cache has changed since the last report. */
     if (is_forgotten) num_blocks = 0.0;
-    double held = num_blocks * block_size, covered = held;
-    if (request->promised_tokens && !is_forgotten) {
-      double promised = least(request->promised_tokens[w], most(request->num_tokens - 1.0, 0.0)) - ceil(num_shared);
-      covered = most(held, floor(promised / block_size) * block_size);
-    }
+    double held = num_blocks * block_size;
+    double covered = is_forgotten ? held : covered_tokens(all, w, request, held, num_shared);
     double missing = request->num_tokens - covered;
     double weighted = missing * (1.0 + (covered + 0.5 * missing) / request->scale_tokens);
+    double free_s = room_at_s(all, w, &steps, ceil(request->num_tokens / block_size) - num_blocks, &begin_s);
 
-    /* The wait for places and blocks. */
-    double num_over = all->num_there[w] + all->num_pending[w] + 1.0 - all->max_sequences[w], free_s = 0.0;
-    if (all->max_sequences[w] > 0.0 && num_over > 0.0)
-      free_s = all->residence_s[w] * num_over / most(all->max_sequences[w], 1.0);
-    double need = ceil(request->num_tokens / block_size) - num_blocks;
-    double unused = most(all->kv_blocks_total[w] - (all->kv_blocks_used[w] + all->pending_blocks[w]), 0.0);
-    double lacking = all->kv_blocks_total[w] > 0.0 ? most(need - unused, 0.0) : 0.0;
-    if (lacking > 0.0) {
-      double blocks_per_s =
-          all->residence_s[w] > 0.0 ? all->kv_blocks_used[w] / most(all->residence_s[w], 1e-12) : 0.0;
-      if (blocks_per_s > 0.0)
-        free_s = most(free_s, lacking / blocks_per_s);
-      else
-        begin_s += seconds(&steps, lacking * all->block_size[w]);
-    }
-
-    /* What has landed for other requests by then fills the step that computes the last token ahead of the first medium. */
+    /* What has landed for other requests by then fills the step with the last token ahead of the first medium. */
     double num_first = most(least(request->num_text_first, request->num_tokens) - covered, 0.0) + num_shared;
-    double num_before = most(before_last(&steps, num_first), 0.0), num_landed = 0.0;
+    double num_before = most(before_last(&steps, num_first), 0.0);
     double last_begin_s = most(begin_s, free_s) + num_before * steps.full_s;
-    int64_t num_due = is_silent ? 0 : (int64_t)all->num_awaited[w];
-    for (int64_t k = 0; k < num_due; k++)
-      if (due_s(all, w, k, request->now) <= last_begin_s) num_landed += due_tokens(all, w, k);
+    double num_landed = is_silent ? 0.0 : landed_tokens(all, w, request->now, last_begin_s);
     double num_beside = least(num_landed, steps.room - (num_first - num_before * steps.room));
 
-    double own_steps = before_last(&steps, missing);
-    double num_more = before_last(&steps, num_shared + missing) - own_steps;
-    double shared_s = s_per_token * (num_shared + num_beside) + steps.step_s * num_more, queue_s = most(begin_s, free_s);
+    double own_steps = before_last(&steps, missing), num_more = before_last(&steps, num_shared + missing) - own_steps;
+    double shared_s = steps.s_per_token * (num_shared + num_beside) + steps.step_s * num_more;
+    double queue_s = most(begin_s, free_s);
     shared_s = most(begin_s + shared_s - queue_s, 0.0);
     queue_s += silence_s;
     out->held[w] = held;
@@ -138,7 +168,7 @@ void worker_times(const Workers *all, const Request *request, const Times *out) 
     out->weighted[w] = weighted;
     out->queue_s[w] = queue_s;
     out->shared_s[w] = shared_s;
-    out->s_per_token[w] = s_per_token + own_steps * steps.step_s / most(weighted, 1.0);
+    out->s_per_token[w] = steps.s_per_token + own_steps * steps.step_s / most(weighted, 1.0);
     out->own_s[w] = out->s_per_token[w] * weighted;
     out->last_s[w] = steps.step_s;
     out->start_s[w] = queue_s + shared_s;
