@@ -1,13 +1,8 @@
 """Runs benchmarks: `weft bench NAME`. Each prints a table, or with --json its bars and nothing else. Tests never
 measure speed.
 
-Each of these modules and folders runs one bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`,
-`router_bench`, `cost_bench`, `figures_bench`, `scale`, and `cluster_bench`, whose processes are in `cluster_members`
-and `cluster_routers`.
-The folder `served` runs three benches of a whole cluster whose stages take given times: overlap, prediction and
-isolation.
-One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `index_bench`,
-`cost_bench`, `figures_bench`, `scale`, and `cluster_bench`, whose processes are in `cluster_members` and
+One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `router_bench`,
+`index_bench`, `cost_bench`, `figures_bench`, `scale`, and `cluster_bench`, whose processes are in `cluster_members` and
 `cluster_routers`. The folder `served` runs three benches of a whole cluster whose stages take given times: overlap,
 prediction and isolation.
 `bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
@@ -21,6 +16,7 @@ nothing of how Weft is deployed beyond what `deploy` offers.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,9 +28,15 @@ from loadtest.benches.bench_result import BenchResult, publish
 __all__ = ["run_benches"]
 
 
-def _path(_: Sequence[str]) -> BenchResult:
+def _take_no_options(name: str, options: Sequence[str]) -> None:
+    """Parses the options of a bench that has none: it prints the help if asked to, and exits for any other option."""
+    argparse.ArgumentParser(prog=f"weft bench {name}").parse_args(options)
+
+
+def _path(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.path_bench import run
 
+    _take_no_options("path", options)
     return run()
 
 
@@ -101,7 +103,8 @@ def _isolation(options: Sequence[str]) -> BenchResult:
 def _figures(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.figures_bench import run
 
-    return run(options)
+    _take_no_options("figures", options)
+    return run()
 
 
 def _index(options: Sequence[str]) -> BenchResult:

@@ -57,7 +57,7 @@ class SubmittedMedia(NamedTuple):
     encoded_bytes: int
 
 
-def run(_: Sequence[str] = ()) -> BenchResult:
+def run() -> BenchResult:
     with tempfile.TemporaryDirectory() as folder:
         merge, pictures = planned_merge(_new(Path(folder) / "qwen")), llava_tokens(_new(Path(folder) / "llava"))
         submitted = asyncio.run(submitted_media(_new(Path(folder) / "demo")))

@@ -9,6 +9,7 @@ of items to encoders is compared with brute force.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import random
 import statistics
@@ -84,8 +85,10 @@ CASES = (
 
 
 def run(options: Sequence[str] = ()) -> BenchResult:
-    """Measures all cases. The option `--plans N` sets the number of plans per case."""
-    num_plans = int(options[1]) if list(options[:1]) == ["--plans"] else NUM_PLANS
+    """Measures all cases."""
+    parser = argparse.ArgumentParser(prog="weft bench router", allow_abbrev=False)
+    parser.add_argument("--plans", type=int, default=NUM_PLANS, help="times this many plans of each case")
+    num_plans = parser.parse_args(options).plans
     rows = [["case", "encoders", "load", "p50 us", "p99 us", "flushed p50", "flushed p99"]]
     bars: list[Bar] = []
     for case in CASES:
