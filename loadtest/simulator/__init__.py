@@ -52,6 +52,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     commands = parser.add_subparsers(dest="simulation", required=True)
     run = commands.add_parser("run", help="runs one workload or trace with one or several policies")
+    _add_run_options(run)
+    figures = commands.add_parser("figures", help="compares the figures of the documents with the simulator's")
+    figures.add_argument("names", nargs="*", help="names the figures; all of them if none is named")
+    choice = commands.add_parser("choice", help="compares policies: the experiments behind the bars on the choice")
+    choice.add_argument("names", nargs="*", help="names the experiments; all but `large` if none is named")
+    choice.add_argument("--requests", type=int, default=4000, help="sets the number of requests of each run")
+    choice.add_argument("--workers", type=int, default=16, help="sets the number of workers")
+    choice.add_argument("--encoders", type=int, default=6, help="sets the number of encoders")
+    choice.add_argument(
+        "--large", default="", metavar="RUNS", help="sets the runs of `large` as requests:workers:encoders,..."
+    )
+    for command in (run, figures, choice):
+        command.add_argument("--seed", type=int, default=1, help="seeds the random numbers")
+        command.add_argument("--processes", type=int, default=2, help="sets how many runs go on at once")
+        command.add_argument("--report", type=Path, help="writes a page with tables and plots to this folder")
+        command.add_argument(
+            "--json", action="store_true", help="prints only the bars, as JSON; the tables go to standard error"
+        )
+
+
+def _add_run_options(run: argparse.ArgumentParser) -> None:
     cluster = run.add_argument_group("cluster")
     cluster.add_argument("--table", default="omniconnector-a100", help="names the cost table, or its file")
     cluster.add_argument("--workers", type=int, default=16, help="sets the number of workers")
@@ -81,23 +102,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--trace-speed-up", type=float, default=1.0, help="divides the times of the trace")
     workload.add_argument("--trace-picture", default="image", help="names the medium for the pictures of the trace")
     run.add_argument("--single-steps", action="store_true", help="plans every decode step by itself")
-    figures = commands.add_parser("figures", help="compares the figures of the documents with the simulator's")
-    figures.add_argument("names", nargs="*", help="names the figures; all of them if none is named")
-    choice = commands.add_parser("choice", help="compares policies: the experiments behind the bars on the choice")
-    choice.add_argument("names", nargs="*", help="names the experiments; all but `large` if none is named")
-    choice.add_argument("--requests", type=int, default=4000, help="sets the number of requests of each run")
-    choice.add_argument("--workers", type=int, default=16, help="sets the number of workers")
-    choice.add_argument("--encoders", type=int, default=6, help="sets the number of encoders")
-    choice.add_argument(
-        "--large", default="", metavar="RUNS", help="sets the runs of `large` as requests:workers:encoders,..."
-    )
-    for command in (run, figures, choice):
-        command.add_argument("--seed", type=int, default=1, help="seeds the random numbers")
-        command.add_argument("--processes", type=int, default=2, help="sets how many runs go on at once")
-        command.add_argument("--report", type=Path, help="writes a page with tables and plots to this folder")
-        command.add_argument(
-            "--json", action="store_true", help="prints only the bars, as JSON; the tables go to standard error"
-        )
 
 
 def simulate(arguments: argparse.Namespace) -> int:

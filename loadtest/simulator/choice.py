@@ -440,21 +440,7 @@ def large(scale: ChoiceScale) -> Experiment:
     """Runs large clusters with the joint plan at 80 % load, and tells how long their simulations take. They are those
     of `weft simulate run`: all members are alike, and no content comes twice. Reports come as rarely as routers of
     production ask for in a cluster of that size."""
-    runs = []
-    for num_requests, num_workers, num_encoders in scale.large_runs:
-        spacing_s = (num_workers + num_encoders) / MAX_REPORTS_PER_S
-        settings = ClusterSettings(
-            load_table("omniconnector-a100"),
-            num_workers,
-            num_encoders,
-            seed=scale.seed,
-            block_size=32,
-            num_blocks=4096,
-            report_spacing_s=spacing_s,
-            report_interval_s=max(0.2, spacing_s),
-        )
-        workload = at_load(settings, WorkloadSpec(num_requests, 1.0, MIX, mean_prompt=600), 0.8)
-        runs.append(SimRun(f"{num_workers} workers, {num_encoders} encoders", settings, workload, scale.seed))
+    runs = _large_runs(scale)
     rows = [
         [
             "cluster",
@@ -493,6 +479,25 @@ def large(scale: ChoiceScale) -> Experiment:
         bars.append(Bar(what, result.wall_s / 60, LARGE_MINUTES, "min", is_max=True))
     text = f"Joint plan at 80 % load, {scale.num_processes} runs at once; wall time counts the building of the cluster."
     return Experiment("large", (text, rows), tuple(bars), tuple(summaries))
+
+
+def _large_runs(scale: ChoiceScale) -> list[SimRun]:
+    runs = []
+    for num_requests, num_workers, num_encoders in scale.large_runs:
+        spacing_s = (num_workers + num_encoders) / MAX_REPORTS_PER_S
+        settings = ClusterSettings(
+            load_table("omniconnector-a100"),
+            num_workers,
+            num_encoders,
+            seed=scale.seed,
+            block_size=32,
+            num_blocks=4096,
+            report_spacing_s=spacing_s,
+            report_interval_s=max(0.2, spacing_s),
+        )
+        workload = at_load(settings, WorkloadSpec(num_requests, 1.0, MIX, mean_prompt=600), 0.8)
+        runs.append(SimRun(f"{num_workers} workers, {num_encoders} encoders", settings, workload, scale.seed))
+    return runs
 
 
 EXPERIMENTS: Mapping[str, Callable[[ChoiceScale], Experiment]] = {
