@@ -19,6 +19,7 @@ take a delay, and requests come from a workload or a trace.
     sim_runs          carries out several runs, and knows which load a cluster bears
     document_figures  simulates the figures of the documents
     choice            compares policies
+    choice_curve      compares them over load, media, encoders and networks
     sim_report        makes numbers, plots and pages of results
     sim_command       carries out the commands
 
@@ -62,6 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     choice.add_argument("--encoders", type=int, default=6, help="sets the number of encoders")
     choice.add_argument(
         "--large", default="", metavar="RUNS", help="sets the runs of `large` as requests:workers:encoders,..."
+    )
+    choice.add_argument(
+        "--seeds", type=int, default=3, help="sets how many seeds the curve and the test of chance take"
     )
     for command in (run, figures, choice):
         command.add_argument("--seed", type=int, default=1, help="seeds the random numbers")

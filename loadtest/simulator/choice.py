@@ -2,6 +2,7 @@
 
     policies        all policies on one mixed workload at 80 % load
     curve           the joint plan and the sequential policies over load, heterogeneity, media, encoders and network
+    chance          how far chance moves the joint plan and the sequential policies
     oracle          the joint plan and the best of all assignments, on cases small enough to try all
     staleness       eight routers with reports a second old, and one router with fresh reports
     recovery        how soon predictions are right again after costs change
@@ -19,16 +20,16 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from fabric.contracts import RequestId
 from loadtest.benches.bench_result import Bar
+from loadtest.simulator.choice_curve import LOADS, curve_parts, curve_points
 from loadtest.simulator.cost_tables import load_table
 from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import POLICIES, SEQUENTIAL, FixedPolicy
 from loadtest.simulator.sim_cluster import ClusterSettings, SimCluster, SimResult
-from loadtest.simulator.sim_report import Plot, Summary, Table, distribution_plot, summarise, summary_table
+from loadtest.simulator.sim_report import Percentiles, Plot, Summary, Table, distribution_plot, summarise, summary_table
 from loadtest.simulator.sim_requests import SimRequest
 from loadtest.simulator.sim_runs import SimRun, at_load, run_all
 from loadtest.simulator.workloads import WorkloadSpec
@@ -72,6 +73,12 @@ class ChoiceScale:
     num_processes: int = 2
     seed: int = 1
     large_runs: tuple[LargeRun, ...] = LARGE_RUNS
+    num_seeds: int = 3
+    """Counts the seeds of the experiments that tell chance from choice, beginning with `seed`."""
+
+    @property
+    def seeds(self) -> range:
+        return range(self.seed, self.seed + self.num_seeds)
 
     def settings(self) -> ClusterSettings:
         """Returns the cluster of the experiments; an encoder in three takes twice as long, and so does a worker in
@@ -131,128 +138,56 @@ def _sequential_bar(summaries: Sequence[Summary], name: str) -> Bar:
 # ---------------------------------------------------------------- where the joint plan pays
 
 
-def curve(scale: ChoiceScale, loads: Sequence[float] = (0.5, 0.8, 0.95, 1.05)) -> Experiment:
-    """Runs the joint plan and the sequential policies over load, heterogeneity, the share of media, the speed of the
-    encoders and that of the network. The middle of all axes is one point, which runs once."""
-    names = ("joint", *SEQUENTIAL)
-    points = _curve_points(scale, loads)
-    found = _run_points(points, names, scale)
-    rows = [
-        [
-            "axis",
-            "value",
-            "requests/s",
-            *(f"{name} p99 (ms)" for name in names),
-            "joint / best sequential",
-            "media p99 ratio",
-            "bound p99",
-            "encoders busy",
-        ]
-    ]
-    axis_to_lines: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for point, summaries in zip(points, found, strict=True):
-        rows.append(_curve_row(point, summaries))
-        lines = axis_to_lines.setdefault(point.axis, {name: [] for name in names})
-        for name, summary in zip(names, summaries, strict=True):
-            lines[name].append((point.x, summary.ttft.p99))
-    plots = [
-        Plot(f"curve-{axis.split()[0]}", f"TTFT p99 over the {axis}", axis, "ms", lines)
-        for axis, lines in axis_to_lines.items()
-    ]
-    ratios = [_p99_ratio(summaries) for summaries in found]
-    text = (
-        "The 99th percentile of the time to first token, of the joint plan and of the sequential policies. The joint "
-        f"plan takes {min(ratios):.2f} to {max(ratios):.2f} times that of the best sequential policy. The load is a "
-        "share of the least work (`sim_runs.capacity`), so that the real one is higher."
-    )
-    return Experiment("curve", (text, rows, *plots), ())
+def curve(scale: ChoiceScale, loads: Sequence[float] = LOADS) -> Experiment:
+    """Runs the joint plan and the sequential policies over the axes of `choice_curve`."""
+    points = curve_points(scale.settings(), scale.workload(), MEDIA_MIX, loads)
+    return Experiment("curve", curve_parts(points, scale.seeds, scale.num_processes), ())
 
 
-def _run_points(points: Sequence[CurvePoint], names: Sequence[str], scale: ChoiceScale) -> list[list[Summary]]:
-    """Returns the summaries of each point, one for each policy in the order of `names`."""
-    unique: list[tuple[ClusterSettings, WorkloadSpec]] = []
-    for one in points:
-        if (one.settings, one.workload) not in unique:
-            unique.append((one.settings, one.workload))
+# ---------------------------------------------------------------- how far chance goes
+
+
+def chance(scale: ChoiceScale) -> Experiment:
+    """Runs the joint plan with and without its chances, and the sequential policies, with several random seeds, at the
+    middle of the curve. All runs of one seed have the same requests."""
+    base = scale.settings()
+    workload = at_load(base, scale.workload(), 0.8)
+    label_to_settings = {
+        "joint": base,
+        "joint without exploration": replace(base, planner=replace(base.planner, exploration=0.0)),
+        "joint, equals only if equal": replace(base, planner=replace(base.planner, tolerance=0.0)),
+        **{name: replace(base, policy=name) for name in SEQUENTIAL},
+    }
     runs = [
-        SimRun(name, replace(settings, policy=name), workload, scale.seed)
-        for settings, workload in unique
-        for name in names
+        SimRun(label, replace(settings, seed=seed), workload, seed)
+        for label, settings in label_to_settings.items()
+        for seed in scale.seeds
     ]
-    summaries = [summarise(each) for each in run_all(runs, scale.num_processes)]
-    firsts = [len(names) * unique.index((one.settings, one.workload)) for one in points]
-    return [summaries[first : first + len(names)] for first in firsts]
-
-
-def _curve_row(point: CurvePoint, summaries: Sequence[Summary]) -> list[str]:
-    """Returns a point's row of the table. The first summary is that of the joint plan."""
-    joint, *_ = summaries
-    joint_media, *others_media = (_media_p99(summary) for summary in summaries)
-    return [
-        point.axis,
-        f"{point.x:g}",
-        f"{point.workload.rate:.0f}",
-        *(f"{summary.ttft.p99:.0f}" for summary in summaries),
-        f"{_p99_ratio(summaries):.2f}",
-        f"{joint_media / max(min(others_media), 1e-9):.2f}",
-        f"{joint.bound.p99:.0f}",
-        f"{joint.encoder_busy:.0%}",
-    ]
-
-
-def _p99_ratio(summaries: Sequence[Summary]) -> float:
-    """Returns the first policy's p99 of the time to first token, divided by the least of the others'."""
-    joint, *others = (summary.ttft.p99 for summary in summaries)
-    return joint / min(others)
-
-
-class CurvePoint(NamedTuple):
-    """A `CurvePoint` is one value on one axis of the curve."""
-
-    axis: str
-    x: float
-    settings: ClusterSettings
-    workload: WorkloadSpec
-
-
-def _curve_points(scale: ChoiceScale, loads: Sequence[float]) -> list[CurvePoint]:
-    base, workload = scale.settings(), scale.workload()
-    points = [CurvePoint("load", load, base, at_load(base, workload, load)) for load in loads]
-
-    def add(axis: str, x: float, settings: ClusterSettings, spec: WorkloadSpec = workload) -> None:
-        points.append(CurvePoint(axis, x, settings, at_load(settings, spec, 0.8)))
-
-    for factor in (1.0, 2.0, 4.0):
-        slow = replace(base, worker_slowness=(1.0, 1.0, 1.0, factor), encoder_slowness=(1.0, 1.0, factor))
-        add("slowness of the slow members", factor, slow)
-    for share in (0.1, 0.3, 0.9):
-        mix = MIX if share == 0.3 else {kind: share * part for kind, part in MEDIA_MIX.items()} | {"text": 1.0 - share}
-        add("share of conversations with media", share, base, scale.workload(kind_to_share=mix))
-    for factor in (1.0, 8.0, 16.0):
-        add("times that encoding takes", factor, with_encoding(base, factor))
-    for bytes_per_s in (12e9, 1.25e9, 0.3e9):
-        add("bytes per second of the network", bytes_per_s, with_network(base, bytes_per_s))
-    return points
-
-
-def with_encoding(settings: ClusterSettings, factor: float) -> ClusterSettings:
-    """Returns the cluster with encoders on which everything takes this many times as long: those of smaller devices, or
-    those of a language model that is smaller by as much."""
-    return replace(settings, encoder_slowness=tuple(factor * one for one in settings.encoder_slowness or (1.0,)))
-
-
-def with_network(settings: ClusterSettings, bytes_per_s: float) -> ClusterSettings:
-    """Returns the cluster with this network between machines."""
-    links = dict(settings.table.links)
-    links["network"] = msgspec.structs.replace(links["network"], bytes_per_s=bytes_per_s)
-    return replace(settings, table=msgspec.structs.replace(settings.table, links=links))
-
-
-def _media_p99(summary: Summary) -> float:
-    """Returns the largest p99 over the kinds with media that have at least 20 requests."""
-    return max(
-        (one.p99 for kind, one in summary.kind_to_ttft.items() if kind != "text" and one.count >= 20), default=0.0
+    ttfts = [summarise(each).ttft for each in run_all(runs, scale.num_processes)]
+    num, rows = len(scale.seeds), [["policy", "p99 of each seed (ms)", "joint / it: p99", "p90", "mean"]]
+    joint = ttfts[:num]
+    for number, label in enumerate(label_to_settings):
+        own = ttfts[number * num : (number + 1) * num]
+        ratios = [
+            _interval([first / second for first, second in zip(_values(joint, name), _values(own, name), strict=True)])
+            for name in ("p99", "p90", "mean")
+        ]
+        rows.append([label, ", ".join(f"{one.p99:.0f}" for one in own), *ratios])
+    text = (
+        f"{workload.num_requests:,} requests at 80 % load with each of {num} seeds. A ratio is the geometric mean over "
+        "the seeds, and behind it is twice its standard error."
     )
+    return Experiment("chance", (text, rows), ())
+
+
+def _values(percentiles: Sequence[Percentiles], name: str) -> list[float]:
+    return [float(getattr(one, name)) for one in percentiles]
+
+
+def _interval(ratios: Sequence[float]) -> str:
+    logs = np.log(ratios)
+    error = 2.0 * float(logs.std(ddof=1)) / len(logs) ** 0.5 if len(logs) > 1 else 0.0
+    return f"{float(np.exp(logs.mean())):.3f} ± {error:.3f}"
 
 
 # ---------------------------------------------------------------- oracle
@@ -403,7 +338,9 @@ def _faults(settings: ClusterSettings, change: CostChange, at_s: float) -> tuple
 
 
 def isolation(scale: ChoiceScale) -> Experiment:
-    """Runs a mix at 80 % load of which a fifth has pictures and videos, and its texts alone, which come as often."""
+    """Runs a mix at 80 % load of which a fifth has pictures and videos, and its texts alone, which come as often. A
+    third run, which no bar reads, has so many texts alone that the load is that of the mix: it tells what any work of
+    that amount does to texts from what media do."""
     base = scale.settings()
     shares = {"text": 0.8, "image": 0.16, "video-30f": 0.04}
     mixed = at_load(base, scale.workload(kind_to_share=shares, mean_turns=1.0), 0.8)
@@ -413,7 +350,12 @@ def isolation(scale: ChoiceScale) -> Experiment:
         rate=0.8 * mixed.rate,
         kind_to_share={"text": 1.0},
     )
-    runs = [SimRun("text alone", base, texts, scale.seed), SimRun("with media", base, mixed, scale.seed)]
+    as_loaded = at_load(base, texts, 0.8)
+    runs = [
+        SimRun("text alone", base, texts, scale.seed),
+        SimRun("with media", base, mixed, scale.seed),
+        SimRun("text alone at 80 % load", base, as_loaded, scale.seed),
+    ]
     results = run_all(runs, scale.num_processes)
     summaries = [summarise(each) for each in results]
     p99s = [one.kind_to_ttft["text"].p99 for one in summaries]
@@ -428,7 +370,8 @@ def isolation(scale: ChoiceScale) -> Experiment:
     text = (
         f"{mixed.rate:.1f} requests/s are 80 % of what the cluster bears. The text requests come at the same rate in "
         f"both runs; their prompts and moments are drawn alike. A further token of text takes {1e3 * tpots[0]:.1f} ms "
-        f"alone and {1e3 * tpots[1]:.1f} ms beside media, whose tokens have to be computed in some steps."
+        f"alone and {1e3 * tpots[1]:.1f} ms beside media, whose tokens have to be computed in some steps. Where texts "
+        f"alone are 80 % of what the cluster bears ({as_loaded.rate:.1f} requests/s), it takes {1e3 * tpots[2]:.1f} ms."
     )
     return Experiment("isolation", (text, summary_table(summaries)), bars, tuple(summaries))
 
@@ -503,6 +446,7 @@ def _large_runs(scale: ChoiceScale) -> list[SimRun]:
 EXPERIMENTS: Mapping[str, Callable[[ChoiceScale], Experiment]] = {
     "policies": policies,
     "curve": curve,
+    "chance": chance,
     "oracle": oracle,
     "staleness": staleness,
     "recovery": recovery,

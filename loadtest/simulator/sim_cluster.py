@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from encoder_pool.encoder_config import EncoderConfig
@@ -79,7 +79,11 @@ class ClusterSettings:
     """Holds the shortest time between two reports of a member; routers of a large cluster ask for more."""
     report_delay_s: float = 0.0
     """Delays reports and events on their way to every router."""
-    encoders_stand: Literal["beside", "apart"] = "beside"
+    encoders_stand: Literal["beside", "apart", "both"] = "beside"
+    """Says whether encoders stand on the machines of workers, on machines of their own, or every second one on
+    each."""
+    machine_size: int = MACHINE_SIZE
+    """Counts the workers of a machine, and the encoders of one that has encoders alone."""
     worker_slowness: tuple[float, ...] = ()
     """Multiplies the time of each worker's steps, in turn; an empty tuple means that all workers are equal."""
     encoder_slowness: tuple[float, ...] = ()
@@ -97,6 +101,8 @@ class ClusterSettings:
     """Says that encoder number i and worker number i compute on one device, one after the other."""
     is_prefix_cache_enabled: bool = True
     faults: tuple[MemberFault, ...] = ()
+    planner: PlannerSettings = PlannerSettings()  # noqa: RUF009 (it is frozen)
+    """Holds the settings of every router's planner; its index grows to what the workers hold."""
 
     def __post_init__(self) -> None:
         if self.num_workers < 1 or self.num_encoders < 0 or self.num_routers < 1:
@@ -141,14 +147,20 @@ class ClusterSettings:
 
     def member(self, kind: str, index: int) -> Member:
         """Returns the record of a worker or an encoder."""
-        machine = f"m{index // MACHINE_SIZE}"
+        machine = f"m{index // self.machine_size}"
         if kind == "encoder":
-            num_machines = -(-self.num_workers // MACHINE_SIZE)
-            machine = f"m{index % num_machines}" if self.encoders_stand == "beside" else f"e{index // MACHINE_SIZE}"
+            machine = self._encoder_machine(index)
         modalities = tuple(self.table.modality_to_encoding) if kind == "encoder" else ()
         name = f"{kind}-{index}"
         scheme = KvScheme(WEFT_KV, self.block_size) if kind == "worker" else None
         return Member(MemberId(name), kind, f"sim://{name}", machine, 1, modalities, kv_scheme=scheme)
+
+    def _encoder_machine(self, index: int) -> str:
+        """Returns the machine of an encoder; encoders take machines in turn beside workers, and fill their own."""
+        num_machines = -(-self.num_workers // self.machine_size)
+        stands_beside = self.encoders_stand == "beside" or (self.encoders_stand == "both" and index % 2 == 0)
+        place = index // 2 if self.encoders_stand == "both" else index
+        return f"m{place % num_machines}" if stands_beside else f"e{place // self.machine_size}"
 
 
 @dataclass(slots=True)
@@ -261,7 +273,8 @@ class SimCluster:
         settings, hidden_size = self.settings, self.settings.table.worker.hidden_size
         rng = make_cluster_rng(settings.seed, index)
         shape = ModelShape(hidden_size, 1, 1, 1, 1, 1, settings.max_model_len)
-        planner_settings = PlannerSettings(max_index_blocks=max(1 << 18, settings.num_workers * settings.num_blocks))
+        num_blocks = max(1 << 18, settings.num_workers * settings.num_blocks)
+        planner_settings = replace(settings.planner, max_index_blocks=num_blocks)
         router = SimRouter(
             MemberId(f"router-{index}"),
             ClusterState(shape, settings.block_size, rng, planner_settings),

@@ -214,6 +214,7 @@ def _choice(arguments: argparse.Namespace) -> None:
         arguments.processes,
         arguments.seed,
         _large_runs(arguments.large),
+        arguments.seeds,
     )
     experiments: list[Experiment] = []
     names = arguments.names or [name for name in EXPERIMENTS if name not in ONLY_BY_NAME]
