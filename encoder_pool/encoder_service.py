@@ -366,6 +366,7 @@ def encoder_report(
         decode_queue_s=decoding.queue_s,
         decode_short_s=decoding.short_s,
         decode_left_s=decoding.left_s,
+        at_s=pipeline.now_s,
     )
 
 

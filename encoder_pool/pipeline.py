@@ -141,6 +141,11 @@ class Pipeline:
     def num_decoding(self) -> int:
         return len(self._job_to_task)
 
+    @property
+    def now_s(self) -> float:
+        """Returns the present time on the encoder's clock."""
+        return self._clock.now()
+
     def decode_queue(self) -> DecodeQueueState:
         """Returns what waits to be decoded and what is being decoded, in predicted seconds."""
         now_s, left = self._clock.now(), list[float]()

@@ -40,6 +40,7 @@ class WorkerReporter:
         for each report."""
         self._member_id, self._config = member_id, config
         self._engine_stats, self._feature_stats = engine_stats, feature_stats
+        self._engine_at_s = 0.0
         self._pull_windows = pull_windows
         self._seq = 0
         self._kv_first_seq = 0
@@ -58,7 +59,7 @@ class WorkerReporter:
     def take(self, update: Update) -> None:
         """Takes the update of one turn of the engine."""
         if update.stats is not None:
-            self._engine_stats = update.stats
+            self._engine_stats, self._engine_at_s = update.stats, update.at_s
         if update.kv_events:
             if not self._kv_events:
                 self._kv_first_seq = update.kv_first_seq
@@ -105,4 +106,6 @@ class WorkerReporter:
             pulls=self._pull_windows(),
             step_weighted_tokens=work.weighted_tokens,
             step_left_s=max(begun_at_s + self.costs.seconds(work) - now_s, 0.0) if self._running else 0.0,
+            at_s=now_s,
+            engine_age_s=max(now_s - self._engine_at_s, 0.0) if self._engine_at_s else 0.0,
         )

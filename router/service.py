@@ -27,6 +27,7 @@ from fabric.contracts import (
     MetricsReply,
     PlaneMessage,
     RequestId,
+    RouterNews,
     TokenFrames,
     TraceQuestion,
     TraceReply,
@@ -40,6 +41,7 @@ from router.api import ChatRequest
 from router.cost_file import CostFile
 from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
+from router.peer_feed import PeerFeed
 from router.planning import ClusterState, SavedCosts
 from router.prompt import Draft, Prompt, PromptBuilder
 from router.router_config import RouterConfig, Tenant
@@ -108,6 +110,7 @@ class RouterService:
             ledger=TenantLedger(config, metrics),
         )
         self._feeds = MemberFeeds(self._context)
+        self._peer_feed = PeerFeed(member_id, plane, self._context.cluster, clock)
         self.search = TraceSearch(member_id, plane.address, self.traces, plane.send)
         metrics.registry.register(PlannerSeries(self._context.cluster))
         self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
@@ -162,6 +165,7 @@ class RouterService:
         series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
         self._members = tuple(members)
         self._cluster_metrics.update_members(members)
+        self._peer_feed.update_members(members)
         for address in self.search.update_members(members):
             self._context.plane.forget(address)
         self._take_members()
@@ -376,6 +380,8 @@ class RouterService:
             case FeatureNeeded(request_id=request_id):
                 if (run := self._runs.get(request_id)) is not None:
                     run.on_feature_needed(message)
+            case RouterNews():
+                self._peer_feed.handle(message)
             case MetricsQuestion() | MetricsReply():
                 self._cluster_metrics.handle(message)
             case TraceQuestion() | TraceReply():

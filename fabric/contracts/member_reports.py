@@ -282,6 +282,15 @@ class WorkerReport(PlaneWire, frozen=True):
             "Predicted time until the running step ends; 0 between steps and in steps that only decode.",
         ),
     ] = 0.0
+    at_s: float = 0.0
+    """Holds when the report was made, on the worker's own clock; it is 0 if the worker does not say it."""
+    engine_age_s: Annotated[
+        float,
+        gauge(
+            "weft_worker_engine_age_seconds",
+            "Time since the last change of the numbers of steps, sequences and blocks in this report.",
+        ),
+    ] = 0.0
 
 
 # ---------------------------------------------------------------- encoders
@@ -561,3 +570,5 @@ class EncoderReport(PlaneWire, frozen=True):
         float,
         gauge("weft_encoder_decode_left_seconds", "Predicted time until a decode process is free; 0 if one is free."),
     ] = 0.0
+    at_s: float = 0.0
+    """Holds when the report was made, on the encoder's own clock; it is 0 if the encoder does not say it."""

@@ -304,6 +304,70 @@ class MetricsReply(PlaneWire, frozen=True):
     """Holds the series in Prometheus text format."""
 
 
+class DispatchNews(Wire, frozen=True):
+    """A `DispatchNews` is what an attempt of another router puts on its worker."""
+
+    request_id: RequestId
+    attempt: int
+    worker_id: MemberId
+    age_s: float
+    """Holds the time from the dispatch to the sending of the news."""
+    weighted_tokens: float
+    num_blocks: int
+    scheme: KvScheme | None = None
+    marks: tuple[bytes, ...] = ()
+    """Holds the hashes of every eighth block of the prompt in the worker's scheme."""
+    awaited: tuple[tuple[float, float], ...] = ()
+    """Holds the part of the weighted tokens that waits for features: in how many seconds the features should have
+    landed, and how many tokens can be computed then, in order of time."""
+
+
+class EncodingNews(Wire, frozen=True):
+    """An `EncodingNews` is what an attempt of another router puts on an encoder."""
+
+    request_id: RequestId
+    attempt: int
+    encoder_id: MemberId
+    age_s: float
+    seconds: float
+    """Sums the predicted forward passes."""
+    decode_s: float
+    priority: int = 0
+    features: tuple[tuple[MmHash, float], ...] = ()
+    """Holds the features that the encoder makes, each with the seconds until it should be complete."""
+
+
+class ComputedNews(Wire, frozen=True):
+    """A `ComputedNews` says that the prompt of an attempt was computed, as its first token came."""
+
+    request_id: RequestId
+    attempt: int
+    age_s: float
+
+
+class EncodedNews(Wire, frozen=True):
+    """An `EncodedNews` says that an encoder has ended its work on an attempt."""
+
+    request_id: RequestId
+    attempt: int
+    encoder_id: MemberId
+    age_s: float
+
+
+class RouterNews(PlaneWire, frozen=True):
+    """A router sends this to the other routers: what it dispatched, and what of it has left the queues of members.
+    Numbers are consecutive, from 1; a receiver that misses one forgets the sender's attempts."""
+
+    router_id: MemberId
+    seq: int
+    dispatched: tuple[DispatchNews, ...] = ()
+    encodings: tuple[EncodingNews, ...] = ()
+    computed: tuple[ComputedNews, ...] = ()
+    encoded: tuple[EncodedNews, ...] = ()
+    ended: tuple[tuple[RequestId, int], ...] = ()
+    """Lists the attempts that have ended, each with its request."""
+
+
 class TraceQuestion(PlaneWire, frozen=True):
     """A router sends this to another router: it asks for the record of one of that router's requests, or, if
     `request_id` is empty, for summaries of its latest requests."""
@@ -345,6 +409,7 @@ PlaneMessage = (
     | EncoderReport
     | MetricsQuestion
     | MetricsReply
+    | RouterNews
     | TraceQuestion
     | TraceReply
 )

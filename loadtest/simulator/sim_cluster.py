@@ -27,6 +27,7 @@ from fabric.contracts import (
     KvScheme,
     Member,
     MemberId,
+    RouterNews,
     UnitReady,
     UnitRelease,
     WeftError,
@@ -38,7 +39,7 @@ from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import ClusterNews, RoutingPolicy, make_policy
 from loadtest.simulator.sim_encoder import SimEncoder
 from loadtest.simulator.sim_requests import Outcome, SimRequest
-from loadtest.simulator.sim_router import RouterSettings, SimRouter, make_cluster_rng
+from loadtest.simulator.sim_router import FIRST_ARRIVAL_S, RouterSettings, SimRouter, make_cluster_rng
 from loadtest.simulator.sim_worker import SimWorker, WorkerLimits
 from modalities.family import ModelShape
 from router.planning import ClusterState, PlannerSettings
@@ -48,8 +49,6 @@ BROKEN_CALL_S = 0.05
 """A router learns this long after a member's death that its open calls to the member are broken."""
 STUCK_S = 600.0
 """A run in which requests are open and none ends for this long is given up."""
-FIRST_ARRIVAL_S = 0.05
-"""No request arrives earlier, so that routers have the first report of every member before."""
 DIRECTORY_S = 1.0
 """The directory no longer lists a member this long after the member's death."""
 
@@ -79,6 +78,10 @@ class ClusterSettings:
     """Holds the shortest time between two reports of a member; routers of a large cluster ask for more."""
     report_delay_s: float = 0.0
     """Delays reports and events on their way to every router."""
+    shares_work: bool = True
+    """Says that routers tell each other what they dispatch (`router.planning.peer_news`)."""
+    news_delay_s: float = 0.0
+    """Delays these news on their way to every other router."""
     encoders_stand: Literal["beside", "apart", "both"] = "beside"
     """Says whether encoders stand on the machines of workers, on machines of their own, or every second one on
     each."""
@@ -220,6 +223,10 @@ class SimCluster:
         self._device_free_s: dict[str, float] = {}
         self._encoder_to_calls: dict[MemberId, dict[int, Callable[[EncodeResult | WeftError], None]]] = {}
         self._num_calls = 0
+        self._router_members = [
+            Member(MemberId(f"router-{index}"), "router", f"sim://router-{index}", "m0", 1)
+            for index in range(settings.num_routers)
+        ]
         self.routers = [self._new_router(index, policy_of) for index in range(settings.num_routers)]
         self._id_to_router = {one.member_id: one for one in self.routers}
         rng = random.Random(settings.seed)
@@ -283,7 +290,9 @@ class SimCluster:
             self,
             settings.router_settings(),
         )
-        router.update_members(list(self._id_to_member.values()))
+        router.update_members([*self._id_to_member.values(), *self._router_members])
+        if settings.shares_work and settings.num_routers > 1:
+            router.share_work()
         return router
 
     def run(
@@ -414,6 +423,11 @@ class SimCluster:
         for router in self.routers:
             self.loop.after(self._delay_s, router.receive, message)
 
+    def share(self, router_id: MemberId, news: RouterNews) -> None:
+        for router in self.routers:
+            if router.member_id != router_id:
+                self.loop.after(self._delay_s + self.settings.news_delay_s, router.take_news, news)
+
     def need(self, router_id: MemberId, message: FeatureNeeded) -> None:
         self.loop.after(self._delay_s, self._id_to_router[router_id].feature_needed, message)
 
@@ -483,7 +497,7 @@ class SimCluster:
         else:
             for worker in self.workers.values():
                 worker.encoder_left(member_id)
-        members: Sequence[Member] = [one.member for one in self._members if one.is_alive]
+        members = [*(one.member for one in self._members if one.is_alive), *self._router_members]
         for router in self.routers:
             router.update_members(members)
 

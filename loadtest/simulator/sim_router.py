@@ -27,6 +27,7 @@ from fabric.contracts import (
     Member,
     MemberId,
     NoCapacity,
+    RouterNews,
     SamplingParams,
     StopConditions,
     WeftError,
@@ -37,7 +38,17 @@ from kv_index import prompt_block_hashes
 from loadtest.simulator.event_loop import SimEvent, VirtualLoop
 from loadtest.simulator.policies import ClusterNews, RoutingPolicy
 from loadtest.simulator.sim_requests import Outcome, SimPrompt, SimRequest
-from router.planning import CapacityNeed, CapacityQueue, ClusterState, KvRoom, RoomNeed, RoutePlan, RouteQuery, Waiter
+from router.planning import (
+    NEWS_INTERVAL_S,
+    CapacityNeed,
+    CapacityQueue,
+    ClusterState,
+    KvRoom,
+    RoomNeed,
+    RoutePlan,
+    RouteQuery,
+    Waiter,
+)
 
 MAX_ATTEMPTS = 4
 REPORT_PAUSE_S = 0.002
@@ -46,6 +57,8 @@ MAY_BE_COMING = ("not_covered", "lost")
 """Lists the reasons for which a worker may ask for a unit whose encoding goes on."""
 EXCLUDED_S = 5.0
 """A member whose call failed gets no requests of any kind for this long, unless it leaves the directory first."""
+FIRST_ARRIVAL_S = 0.05
+"""No request arrives earlier, so that routers have the first report of every member before."""
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -110,6 +123,10 @@ class RouterOutlets(Protocol):
 
     def ask_snapshot(self, member_id: MemberId) -> None: ...
 
+    def share(self, router_id: MemberId, news: RouterNews) -> None:
+        """Sends news to all other routers."""
+        ...
+
     def ended(self, outcome: Outcome) -> None:
         """Takes the end of a request, which comes once for each."""
         ...
@@ -164,6 +181,7 @@ class SimRouter:
         self._id_to_member: dict[MemberId, Member] = {}
         self._is_releasing = self._goes_on_later = self._is_pausing = False
         self._timer: SimEvent | None = None
+        self._news_at_s = 0.0
         self.num_needed = 0
         """Counts the messages in which workers asked for units after all."""
         self.num_waited = self.num_refused = 0
@@ -172,8 +190,9 @@ class SimRouter:
     # ------------------------------------------------------------ the cluster
 
     def receive(self, message: ClusterNews) -> None:
-        """Takes a report or events of a member. The router learns of them after `report_delay_s`."""
-        if self._settings.report_delay_s:
+        """Takes a report or events of a member. The router learns of them after `report_delay_s`, and at once until
+        the first request comes."""
+        if self._settings.report_delay_s and self._loop.now() >= FIRST_ARRIVAL_S:
             self._loop.after(self._settings.report_delay_s, self._take, self._apply, message)
         else:
             self._take(self._apply, message)
@@ -208,6 +227,22 @@ class SimRouter:
             if gone & set(routed.outcome.encoder_ids):
                 self._encode_again(routed, gone)
         self._serve_waiting()
+
+    def take_news(self, news: RouterNews) -> None:
+        """Takes in what another router has dispatched."""
+        self.cluster.take_news(news, self._loop.now())
+
+    def share_work(self) -> None:
+        """Begins to tell the other routers what this one dispatches."""
+        self.cluster.news.start(self._send_news_soon)
+
+    def _send_news_soon(self) -> None:
+        self._loop.at(self._news_at_s + NEWS_INTERVAL_S, self._send_news)
+
+    def _send_news(self) -> None:
+        self._news_at_s = self._loop.now()
+        if (news := self.cluster.news.take(self.member_id, self._loop.now())) is not None:
+            self._outlets.share(self.member_id, news)
 
     # ------------------------------------------------------------ one request
 
@@ -400,7 +435,7 @@ class SimRouter:
             self._give_up(routed, plan)
             self._wait_for_members(routed)
             return
-        self.cluster.note_encoding(plan.attempt_id, terms)
+        self.cluster.note_encoding(plan.attempt_id, terms, self._loop.now())
         routed.outcome.encoder_ids += [each.encoder_id for each in terms]
         self._encode(routed, [(each.encoder_id, each.item_index) for each in terms])
 
@@ -428,7 +463,7 @@ class SimRouter:
         routed = self._attempt_to_routed.get(attempt_id)
         if routed is not None and routed.outcome.first_token_s < 0.0:
             routed.outcome.first_token_s = at_s - routed.outcome.arrival_s
-            self.cluster.note_first_token(attempt_id)
+            self.cluster.note_first_token(attempt_id, at_s)
             self._arrived(routed)
 
     def _answered(self, routed: RoutedRequest, plan: RoutePlan, result: GenerateResult) -> None:

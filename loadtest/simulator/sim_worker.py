@@ -417,7 +417,7 @@ class SimWorker:
         self.num_steps += num_ended
         stretch.at_s, stretch.num_steps = ends, stretch.num_steps - num_ended
         first_seq, events = self.scheduler.drain_kv_events()
-        self._reporter.take(Update(stats=self.scheduler.stats(), kv_first_seq=first_seq, kv_events=events))
+        self._reporter.take(Update(stats=self.scheduler.stats(), kv_first_seq=first_seq, kv_events=events, at_s=ends))
 
     def _draw_many(self, sequence_id: SequenceId, first: int, count: int) -> range:
         opened = self._sequence_to_open.get(sequence_id)

@@ -2,8 +2,8 @@
 
 `ClusterState` owns the indexes, the members' columns, the learned costs, the in-flight accounting and the exclusions.
 All input arrives by method calls with the time, on the router's clock, as an argument; no message can make a call fail,
-however late it is. The module knows nothing of sockets, or of other routers: what they dispatched is in the members'
-reports.
+however late it is. The module knows nothing of sockets, and of other routers only their news
+(`peer_news`) and what the members' reports contain.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from fabric.contracts import (
     Member,
     MemberId,
     MmHash,
+    RouterNews,
     WorkerReport,
     context_scale_tokens,
     key_of,
@@ -49,7 +50,9 @@ from router.planning.member_state import (
     WorkerState,
     awaited_tokens,
 )
+from router.planning.peer_news import NewsLog, PeerBook
 from router.planning.plan_types import Chance, ItemTerms, PlanSettings, QueryHints, RoutePlan, RouteQuery
+from router.planning.promised_prompts import marks_of
 from router.planning.route_plan import plan_encoding, plan_route
 from router.planning.saved_costs import SavedCosts
 
@@ -130,6 +133,9 @@ class ClusterState:
         scale_tokens = context_scale_tokens(shape.hidden_size)
         self._learning = Learning(settings.cost_defaults, scale_tokens, settings.links, saved)
         self._in_flight = InFlight(self._worker_columns, self._encoder_columns)
+        self.news = NewsLog()
+        """Collects what other routers should know of this router's dispatches."""
+        self._peers = PeerBook()
         self._rooms = RoomColumns(settings.stale_after_s)
         self._member_to_asked_s: dict[MemberId, float] = {}
         self._member_to_page_s: dict[MemberId, float] = {}
@@ -146,6 +152,8 @@ class ClusterState:
         left = tuple(m for member_id, m in old.items() if member_id not in new or new[member_id].epoch != m.epoch)
         for member in left:
             self._forget(member)
+        for attempt_id in self._peers.keep({member.member_id for member in members if member.kind == "router"}):
+            self._in_flight.end(attempt_id)
         gone = {member.member_id for member in left}
         joined = tuple(m for member_id, m in new.items() if member_id not in old or member_id in gone)
         for member in joined:
@@ -275,8 +283,9 @@ class ClusterState:
             num_blocks = -(-winner.num_prefill_tokens // block_size)
             hashes = query.scheme_to_hashes.get(scheme, b"") if scheme is not None else b""
             awaited = awaited_tokens(query, plan, scale, now)
-            share = WorkerShare(num_weighted, num_blocks, scheme, hashes, awaited)
-            self._in_flight.add_worker(query.attempt_id, plan.worker_id, share)
+            share = WorkerShare(num_weighted, num_blocks, scheme, hashes, marks_of(hashes), awaited)
+            self._in_flight.add_worker(query.attempt_id, plan.worker_id, share, now)
+            self.news.dispatched(query.attempt_id, plan.worker_id, share, now)
             self._note_promised(plan.worker_id)
         self.note_encoding(query.attempt_id, winner.items, now, query.priority)
 
@@ -292,27 +301,72 @@ class ClusterState:
             if (slot := encoders.member_to_slot.get(encoder_id)) is None:
                 continue
             seconds = sum(terms.device_prepare_s + terms.encode_s for terms in own)
-            age_s = now - float(encoders.report_at_s[slot]) if encoders.is_reported[slot] else 0.0
-            key = key_of(seconds, float(encoders.patience[slot]), age_s, priority)
             decode_s = sum(terms.decode_s for terms in own)
             # A request that waits for the feature of another request keeps the flight if that request is aborted.
             done: dict[MmHash, float] = {}
             for terms in own:
                 done.setdefault(terms.mm_hash, now + terms.landing_s - terms.transfer_s)
-            self._in_flight.add_encoder(attempt_id, encoder_id, EncoderShare(seconds, key, decode_s, done))
+            share = self._encoder_share(slot, seconds, decode_s, done, now, priority)
+            self._in_flight.add_encoder(attempt_id, encoder_id, share, now)
+            self.news.encoding(attempt_id, encoder_id, share, priority, now)
 
-    def note_encoding_ended(self, attempt_id: AttemptId, encoder_id: MemberId) -> None:
+    def _encoder_share(
+        self, slot: int, seconds: float, decode_s: float, done: Mapping[MmHash, float], at_s: float, priority: int
+    ) -> EncoderShare:
+        """Returns work that was sent at `at_s` to the encoder of a slot."""
+        encoders = self._encoder_columns
+        state_at_s = float(encoders.state_at_s[slot]) if encoders.is_reported[slot] else at_s
+        key = key_of(seconds, float(encoders.patience[slot]), at_s - state_at_s, priority)
+        return EncoderShare(seconds, key, decode_s, done, state_at_s)
+
+    def note_encoding_ended(self, attempt_id: AttemptId, encoder_id: MemberId, now: float = 0.0) -> None:
         """Records that the attempt's work on an encoder ended, with or without success. A second call does nothing."""
-        self._in_flight.end_at(attempt_id, encoder_id)
+        self._in_flight.end_at(attempt_id, encoder_id, now)
+        self.news.encoded(attempt_id, encoder_id, now)
 
-    def note_first_token(self, attempt_id: AttemptId) -> None:
-        """Records that the attempt's prompt is computed, so none of it waits for features."""
-        self._in_flight.computed(attempt_id)
+    def note_first_token(self, attempt_id: AttemptId, now: float) -> None:
+        """Records that the attempt's first token came, so that its prompt is computed, and its worker has begun with
+        the next step."""
+        at_s = self._in_flight.computed(attempt_id, now)
+        self.news.computed(attempt_id, at_s)
 
     def note_ended(self, attempt_id: AttemptId) -> None:
         """Records that the attempt ended, with or without success. A second call does nothing."""
         for member_id in self._in_flight.end(attempt_id):
             self._note_promised(member_id)
+        self.news.ended(attempt_id)
+
+    def take_news(self, news: RouterNews, now: float) -> None:
+        """Takes in what another router has dispatched, and what of that has left the members' queues."""
+        router_id = news.router_id
+        for attempt_id in self._peers.lost(news):
+            self._in_flight.end(attempt_id)
+        for told in news.dispatched:
+            attempt_id, at_s = AttemptId(told.request_id, told.attempt), now - told.age_s
+            awaited = [(now + due_s, num) for due_s, num in told.awaited]
+            load = WorkerShare(told.weighted_tokens, told.num_blocks, told.scheme, marks=told.marks, awaited=awaited)
+            self._in_flight.add_worker(attempt_id, told.worker_id, load, at_s, router_id)
+            self._peers.add(router_id, attempt_id)
+            self._note_promised(told.worker_id)
+        for work in news.encodings:
+            attempt_id, at_s = AttemptId(work.request_id, work.attempt), now - work.age_s
+            if (slot := self._encoder_columns.member_to_slot.get(work.encoder_id)) is None:
+                continue
+            done = {mm_hash: now + left_s for mm_hash, left_s in work.features}
+            share = self._encoder_share(slot, work.seconds, work.decode_s, done, at_s, work.priority)
+            self._in_flight.add_encoder(attempt_id, work.encoder_id, share, at_s, router_id)
+            self._peers.add(router_id, attempt_id)
+        for computed in news.computed:
+            attempt_id = AttemptId(computed.request_id, computed.attempt)
+            self._in_flight.computed_at(attempt_id, now - computed.age_s)
+        for encoded in news.encoded:
+            attempt_id = AttemptId(encoded.request_id, encoded.attempt)
+            self._in_flight.end_at(attempt_id, encoded.encoder_id, now - encoded.age_s)
+        for request_id, number in news.ended:
+            attempt_id = AttemptId(request_id, number)
+            for member_id in self._in_flight.end(attempt_id):
+                self._note_promised(member_id)
+            self._peers.remove(router_id, attempt_id)
 
     # ------------------------------------------------------------ learning
 
@@ -324,7 +378,8 @@ class ClusterState:
 
     def observe_encode(self, plan: RoutePlan, result: EncodeResult, now: float) -> None:
         """Corrects the encoder's costs, and ends the encoder's share of the attempt."""
-        self._in_flight.end_at(plan.attempt_id, result.encoder_id)
+        self._in_flight.end_at(plan.attempt_id, result.encoder_id, now)
+        self.news.encoded(plan.attempt_id, result.encoder_id, now)
         self._learning.observe_encode(plan, result, self._encoders.get(result.encoder_id), now)
 
     def accuracy(self) -> Mapping[str, StageError]:
@@ -361,13 +416,15 @@ class ClusterState:
         if state is None or not state.freshness.accept(report.epoch, report.seq):
             return ()
         state.take(report, now)
-        self._worker_columns.take(self._worker_columns.member_to_slot[report.worker_id], report, now)
+        dispatched_s = self._in_flight.latest_dispatch_s(report.worker_id, report.acknowledged)
+        state_at_s = state.age.state_at_s(report.at_s, now, dispatched_s, report.engine_age_s)
+        self._worker_columns.take(self._worker_columns.member_to_slot[report.worker_id], report, now, state_at_s)
         self._learning.observe_report(report, now)
         self._rooms.report(report, now)
         if report.acknowledged:
             self._in_flight.acknowledge(report.worker_id, report.acknowledged)
             self._note_promised(report.worker_id)
-        self._in_flight.note_behind(report, now)
+        self._in_flight.note_report(report, state_at_s)
         is_arriving = now - self._member_to_page_s.get(report.worker_id, -inf) < self._settings.page_wait_s
         is_in_step = is_arriving or self._prefixes(state.member).is_in_step(report.worker_id)
         return self._ask_unless(is_in_step, report.worker_id, now)
@@ -377,8 +434,11 @@ class ClusterState:
         if state is None or not state.freshness.accept(report.epoch, report.seq):
             return ()
         state.take(report, now)
-        self._encoder_columns.take(self._encoder_columns.member_to_slot[report.encoder_id], report, now)
+        dispatched_s = self._in_flight.latest_dispatch_s(report.encoder_id, report.acknowledged)
+        state_at_s = state.age.state_at_s(report.at_s, now, dispatched_s)
+        self._encoder_columns.take(self._encoder_columns.member_to_slot[report.encoder_id], report, now, state_at_s)
         self._in_flight.acknowledge(report.encoder_id, report.acknowledged)
+        self._in_flight.note_encoder_report(report.encoder_id, state_at_s)
         return self._ask_unless(self._features.is_in_step(report.encoder_id), report.encoder_id, now)
 
     def _take_kv_events(self, message: KvEvents, now: float) -> Sequence[MemberId]:

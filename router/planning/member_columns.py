@@ -44,6 +44,8 @@ UNLIMITED = 1e12
 """Stands for a limit that is not known."""
 MAX_AWAITED = 16
 """The columns tell this many moments apart at which features should land on one worker."""
+SAME_MOMENT_S = 0.01
+"""Two moments of a member may be the same one if they differ by less than this."""
 MAX_SILENCE_S = 1.0
 """The planner takes a silent member for busy for as long as it has been silent, but at most for this time: the member
 is uncertain and not idle, and if all members are silent, this is the same for all."""
@@ -60,10 +62,14 @@ class SlotColumns:
     open_units: Column
     """Sums the work of these attempts: weighted tokens on a worker, seconds of forward passes on an encoder."""
     num_pending: Column
-    """Counts the attempts that no report contains yet; `pending_units` sums their work."""
+    """Counts the attempts that no report contains yet; `pending_units` sums what of their work is not in the queue that
+    the columns describe."""
     pending_units: Column
     report_at_s: Column
     """Holds the time at which the last report came; it is 0 for a member without a report."""
+    state_at_s: Column
+    """Holds the moment that the columns of the queue describe: that of the last report, which was made before it came,
+    or a later one of which this router knows more (`InFlight`)."""
     is_reported: Column
     """Is 1.0 for a member that has reported, and 0.0 for any other slot."""
     barred_until_s: Column
@@ -109,6 +115,12 @@ class SlotColumns:
                 found[slot] = False
         return found
 
+    def is_newer(self, state_at_s: float, slot: int) -> bool:
+        """Returns whether a report that describes a member at a moment says more of its queue than is known. It does so
+        as well if it is a little older than what is known, because both may be of the same moment, and a report is the
+        better source."""
+        return not self.is_reported[slot] or bool(state_at_s >= self.state_at_s[slot] - SAME_MOMENT_S)
+
     def silence_s(self, now: float, stale_after_s: float) -> Floats | None:
         """Returns how long each member has been silent, up to `MAX_SILENCE_S`, or None if no member is silent. Has
         shape `(slots,)`."""
@@ -148,6 +160,15 @@ class SlotColumns:
 
     def _clear(self, slot: int) -> None:
         """Forgets what a subclass keeps of a slot besides its columns."""
+
+
+class KnownQueue(NamedTuple):
+    """A `KnownQueue` is the queue of a worker at one moment."""
+
+    at_s: float
+    queued_tokens: float
+    num_queued: float = 0.0
+    step_left_s: float = 0.0
 
 
 class WorkerColumns(SlotColumns):
@@ -197,9 +218,12 @@ class WorkerColumns(SlotColumns):
         land, in order, and then as many numbers of weighted tokens. Has shape `(2 * MAX_AWAITED, capacity)`."""
         super().__init__()
 
-    def take(self, slot: int, report: WorkerReport, now: float) -> None:
-        """Takes in a report that came at `now`."""
+    def take(self, slot: int, report: WorkerReport, now: float, state_at_s: float | None = None) -> None:
+        """Takes in a report that came at `now` and describes the worker at `state_at_s`. Keeps the queue that is known
+        if it is that of a later moment."""
         engine = report.engine
+        state_at_s = now if state_at_s is None else state_at_s
+        known = None if self.is_newer(state_at_s, slot) else self.queue(slot)
         queued_tokens = engine.queued_weighted_tokens or engine.queued_tokens
         self.queued_tokens[slot] = max(queued_tokens - report.step_weighted_tokens, 0.0)
         self.num_queued[slot] = engine.queued_tokens
@@ -213,8 +237,32 @@ class WorkerColumns(SlotColumns):
         self.inbox_bytes[slot] = report.features.inbox_bytes_total
         self.reported_base_s[slot] = report.step_overhead_s
         self.reported_decode_s[slot] = report.decode_s_per_sequence
-        self.step_left_s[slot] = report.step_left_s
+        self.step_left_s[slot] = report.step_left_s + report.engine_age_s if report.step_left_s else 0.0
         self.report_at_s[slot], self.is_reported[slot] = now, 1.0
+        self.set_queue(slot, known or self.queue(slot)._replace(at_s=state_at_s))
+
+    def step_s(self, slot: int) -> float:
+        """Returns the time of a step without prompt tokens."""
+        base_s, measured_s = float(self.base_s[slot]), float(self.reported_base_s[slot])
+        decode_s = float(self.reported_decode_s[slot]) * (base_s / measured_s if measured_s > 0.0 else 1.0)
+        return base_s + (decode_s or float(self.per_token_s[slot])) * float(self.num_decoding[slot])
+
+    def is_done(self, slot: int, now: float) -> bool:
+        """Returns whether a worker has had the time to compute the queue that is known."""
+        since_s = now - float(self.state_at_s[slot] + self.step_left_s[slot])
+        if not self.is_reported[slot] or since_s < 0.0:
+            return False
+        num = float(self.queued_tokens[slot])
+        num_steps = np.ceil(num / max(float(self.max_step_tokens[slot] - self.num_decoding[slot]), 1.0))
+        return bool(since_s >= num * self.per_token_s[slot] + num_steps * self.step_s(slot))
+
+    def queue(self, slot: int) -> KnownQueue:
+        """Returns what the columns say of the queue at a worker."""
+        found = (each[slot] for each in (self.state_at_s, self.queued_tokens, self.num_queued, self.step_left_s))
+        return KnownQueue(*map(float, found))
+
+    def set_queue(self, slot: int, queue: KnownQueue) -> None:
+        self.state_at_s[slot], self.queued_tokens[slot], self.num_queued[slot], self.step_left_s[slot] = queue
 
     def list_awaited(self, slot: int, awaited: Sequence[tuple[float, float]]) -> None:
         """Replaces the tokens that wait for features on a worker: pairs of the time at which they become computable and
@@ -293,17 +341,30 @@ class EncoderColumns(SlotColumns):
         """Says which encoders have loaded a modality. Has shape `(modalities, capacity)`."""
         super().__init__()
 
-    def take(self, slot: int, report: EncoderReport, now: float) -> None:
-        """Takes in a report that came at `now`."""
-        self.forward_left_s[slot] = report.forward_left_s
-        self.unit_s[slot] = report.unit_s
-        self.patience[slot] = report.patience
-        self.decode_left_s[slot] = report.decode_left_s
-        self.decode_queue_s[slot] = report.decode_queue_s
-        self.decode_short_s[slot] = report.decode_short_s
-        self.num_decoders[slot] = report.num_decode_processes
-        self.profiles[:, slot] = report.queue_profile
+    def take(self, slot: int, report: EncoderReport, now: float, state_at_s: float | None = None) -> None:
+        """Takes in a report that came at `now` and describes the encoder at `state_at_s`. Keeps the queue that is known
+        if it is that of a later moment."""
+        state_at_s = now if state_at_s is None else state_at_s
         self.report_at_s[slot], self.is_reported[slot] = now, 1.0
+        self.patience[slot], self.num_decoders[slot] = report.patience, report.num_decode_processes
+        if not self.is_newer(state_at_s, slot):
+            return
+        self.state_at_s[slot] = state_at_s
+        self.forward_left_s[slot], self.unit_s[slot] = report.forward_left_s, report.unit_s
+        self.decode_left_s[slot] = report.decode_left_s
+        self.decode_queue_s[slot], self.decode_short_s[slot] = report.decode_queue_s, report.decode_short_s
+        self.profiles[:, slot] = report.queue_profile
+
+    def is_done(self, slot: int, now: float) -> bool:
+        """Returns whether an encoder has had the time for the work that it reported."""
+        work_s = float(self.profiles[:NUM_BINS, slot].sum() + self.forward_left_s[slot])
+        return bool(self.is_reported[slot]) and now - float(self.state_at_s[slot]) >= work_s
+
+    def empty(self, slot: int, at_s: float) -> None:
+        """Records that an encoder has no work at a moment but what is pending."""
+        self.state_at_s[slot], self.profiles[:, slot] = at_s, 0.0
+        for column in (self.forward_left_s, self.decode_left_s, self.decode_queue_s, self.decode_short_s):
+            column[slot] = 0.0
 
     def add_pending(self, slot: int, seconds: float, key: float, decode_s: float) -> None:
         """Adds dispatched work that no report contains yet, or removes it if the seconds are negative."""
@@ -353,7 +414,7 @@ def decoder_waits_s(encoders: EncoderColumns, now: float, *, is_long: bool) -> F
     """Returns when a decode process of each encoder takes a new item. `is_long` says that the item has several units;
     such items leave a process to the others. Has shape `(capacity,)`."""
     waiting_s = encoders.decode_queue_s if is_long else encoders.decode_short_s
-    ages_s = np.where(encoders.is_reported > 0.0, now - encoders.report_at_s, 0.0)
+    ages_s = np.where(encoders.is_reported > 0.0, now - encoders.state_at_s, 0.0)
     return decode_waits_s(encoders.decode_left_s, waiting_s + encoders.pending_decode_s, encoders.num_decoders, ages_s)
 
 

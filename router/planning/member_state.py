@@ -1,6 +1,6 @@
 """Keeps what the router knows of each member besides its columns, and the work that it has on it. A `WorkerState` or an
 `EncoderState` holds a member with its learned costs and the order of its reports. `InFlight` counts the work that this
-router dispatched.
+router dispatched, and what other routers have told of theirs.
 
 A report does not contain what was dispatched since. Without that work, all requests of a burst between two reports
 would go to the one member that was idle in its last report. For the same reason `InFlight` knows which features and
@@ -11,7 +11,7 @@ The module knows nothing of the choice between members, or of how costs are lear
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
@@ -29,9 +29,27 @@ from fabric.contracts import (
     WorkerReport,
     weighted_tokens,
 )
-from router.planning.member_columns import MAX_AWAITED, EncoderColumns, Floats, WorkerColumns, arriving_tokens
+from router.planning.member_columns import (
+    MAX_AWAITED,
+    SAME_MOMENT_S,
+    EncoderColumns,
+    Floats,
+    KnownQueue,
+    WorkerColumns,
+    arriving_tokens,
+)
 from router.planning.member_costs import EncoderCost, LearnedLine
 from router.planning.plan_types import Line, RoutePlan, RouteQuery
+from router.planning.promised_prompts import PromisedPrompts
+from router.planning.report_age import Freshness, ReportAge
+
+PRIORITY_KEY = 1e8
+"""Larger keys stand for priorities, and not for moments."""
+MAX_PEER_LOAD_S = 30.0
+"""A report that is younger by this than a dispatch of another router ends its load, as the last news may be lost."""
+OLD_QUEUE_S = 0.1
+"""The report of an encoder says more than the work that is known to be open there, unless it is older than this."""
+
 
 # ------------------------------------------------------------ one member
 
@@ -41,7 +59,7 @@ class WorkerState:
 
     def __init__(self, member: Member, prefill: LearnedLine, delivery: LearnedLine) -> None:
         self.member = member
-        self.freshness = Freshness()
+        self.freshness, self.age = Freshness(), ReportAge()
         self.prefill = prefill
         self.delivery = delivery
         """Costs the request's way to the worker together with the first token's way to the router."""
@@ -56,27 +74,13 @@ class EncoderState:
 
     def __init__(self, member: Member, cost: EncoderCost) -> None:
         self.member = member
-        self.freshness = Freshness()
+        self.freshness, self.age = Freshness(), ReportAge()
         self.cost = cost
         self.modalities = frozenset(member.modalities)
 
     def take(self, report: EncoderReport, now: float) -> None:
         """Learns from the costs that the encoder reports."""
         self.cost.anchor(report, now)
-
-
-class Freshness:
-    """Keeps the order of one member's reports."""
-
-    def __init__(self) -> None:
-        self._last: tuple[int, int] | None = None
-
-    def accept(self, epoch: int, seq: int) -> bool:
-        """Records a report. Returns False for a report that is not newer than the last one."""
-        if self._last is not None and (epoch, seq) <= self._last:
-            return False
-        self._last = (epoch, seq)
-        return True
 
 
 # ------------------------------------------------------------ the work in flight
@@ -90,6 +94,8 @@ class WorkerShare(NamedTuple):
     scheme: KvScheme | None = None
     hashes: bytes = b""
     """Holds the hashes of the prompt's full blocks in the worker's scheme."""
+    marks: Sequence[bytes] = ()
+    """Holds the hashes by which other requests find the prompt (`promised_prompts.marks_of`)."""
     awaited: Sequence[tuple[float, float]] = ()
     """Holds the part of the weighted tokens that waits for features: when the features should have landed, on the
     router's clock, and how many tokens can be computed then that could not before, in order of time."""
@@ -103,8 +109,14 @@ class EncoderShare(NamedTuple):
     key: float
     """Places this work in the encoder's queue (`fabric.contracts.key_of`)."""
     decode_s: float
-    hash_to_done_s: dict[MmHash, float]
+    hash_to_done_s: Mapping[MmHash, float]
     """Maps each feature that the encoder makes to the time on the router's clock at which it should be complete."""
+    key_at_s: float = 0.0
+    """Holds the moment to which the key is relative."""
+
+    def key_since(self, at_s: float) -> float:
+        """Returns the key relative to another moment."""
+        return self.key + (self.key_at_s - at_s if abs(self.key) < PRIORITY_KEY else 0.0)
 
 
 def awaited_tokens(query: RouteQuery, plan: RoutePlan, scale_tokens: float, now: float) -> list[tuple[float, float]]:
@@ -130,50 +142,90 @@ def awaited_tokens(query: RouteQuery, plan: RoutePlan, scale_tokens: float, now:
 
 
 class InFlight:
-    """Counts the work that this router dispatched, by attempt and member, and keeps the sums in the members' columns.
+    """Counts the dispatched work by attempt and member, and keeps the sums in the members' columns.
 
     Each dispatched attempt puts load on a member. The load is *pending* until a report acknowledges it, and *open*
     until the attempt ends on that member. When reports stop, only the open load is left to balance by. To end or
-    acknowledge a share twice does nothing the second time."""
+    acknowledge a share twice does nothing the second time.
+
+    A report may be old when it comes. A first token says more of its worker: a step has just ended, and the next one
+    begins with the prompts that are not computed. So it replaces the queue of an older report (`_renew`), and so does a
+    dispatch to a worker that is idle. At an encoder, the end of an encoding does the same."""
 
     def __init__(self, workers: WorkerColumns, encoders: EncoderColumns) -> None:
         self._workers, self._encoders = workers, encoders
         self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
         self._hash_to_flights: dict[MmHash, dict[MemberId, _Flight]] = {}
+        self._slot_to_uncomputed: dict[int, dict[AttemptId, _Share]] = {}
+        """Holds the shares of each worker's slot whose prompts are not computed, in the order of their dispatch."""
+        self._slot_to_encodings: dict[int, dict[AttemptId, _Share]] = {}
+        """Holds the shares of each encoder's slot."""
+        self._renewed: set[int] = set()
+        """Holds the slots of workers whose queue is not that of a report."""
         self._slot_to_awaited: dict[int, dict[AttemptId, Sequence[tuple[float, float]]]] = {}
         """Holds what each worker's slot awaits for attempts whose prompts are not computed."""
-        self._prompts: dict[KvScheme, _Prompts] = {}
+        self._prompts: dict[KvScheme, PromisedPrompts] = {}
         self._worker_to_prompts: dict[MemberId, set[_Share]] = {}
         """Holds the shares of each worker whose prompts are known."""
 
-    def add_worker(self, attempt_id: AttemptId, worker_id: MemberId, load: WorkerShare) -> None:
-        """Adds the attempt's load on its worker; ignores a worker that has left."""
+    def add_worker(
+        self,
+        attempt_id: AttemptId,
+        worker_id: MemberId,
+        load: WorkerShare,
+        now: float = 0.0,
+        router_id: MemberId | None = None,
+    ) -> None:
+        """Adds the load of an attempt that was dispatched at `now` on its worker; ignores a worker that has left.
+        `router_id` names the other router whose attempt it is."""
         slot = self._workers.member_to_slot.get(worker_id)
         if slot is None:
             return
         share = self._share(attempt_id, worker_id, self._workers, slot)
-        num_barred = sum(num for _, num in load.awaited)
-        self._change(share, load.weighted_tokens, load.weighted_tokens - num_barred)
+        num_ready = load.weighted_tokens - sum(num for _, num in load.awaited)
+        share.dispatched_s, share.router_id = now, router_id
+        share.left_units += num_ready
+        self._change(share, load.weighted_tokens, 0.0)
+        if num_ready > 0.0 and self._is_idle(slot, now):
+            step_left_s = 0.5 * self._workers.step_s(slot) if self._workers.num_decoding[slot] else 0.0
+            self._workers.set_queue(slot, KnownQueue(now, share.left_units, 0.0, step_left_s))
+            self._renewed.add(slot)
+        else:
+            self._pend(share, share.left_units)
+        self._slot_to_uncomputed.setdefault(slot, {})[attempt_id] = share
         share.num_blocks += load.num_blocks
         self._workers.pending_blocks[slot] += load.num_blocks
         if load.awaited:
             self._slot_to_awaited.setdefault(slot, {})[attempt_id] = load.awaited
             self._list_awaited(slot)
-        if load.scheme is not None and load.hashes:
-            prompts = self._prompts.setdefault(load.scheme, _Prompts())
-            share.prompt = prompts.add(load.hashes, slot)
-            share.prompts = prompts
+        if load.scheme is not None and load.marks:
+            share.prompts = self._prompts.setdefault(load.scheme, PromisedPrompts())
+            share.marks = load.marks
+            share.prompts.add(load.marks, slot)
+        if load.hashes:
             share.hashes = load.hashes
             self._worker_to_prompts.setdefault(worker_id, set()).add(share)
 
-    def add_encoder(self, attempt_id: AttemptId, encoder_id: MemberId, load: EncoderShare) -> None:
-        """Adds load on an encoder to the attempt; ignores an encoder that has left."""
+    def add_encoder(
+        self,
+        attempt_id: AttemptId,
+        encoder_id: MemberId,
+        load: EncoderShare,
+        now: float = 0.0,
+        router_id: MemberId | None = None,
+    ) -> None:
+        """Adds load on an encoder, dispatched at `now`, to the attempt; ignores an encoder that has left."""
         slot = self._encoders.member_to_slot.get(encoder_id)
         if slot is None:
             return
+        if not self._encoders.num_open[slot] and self._encoders.is_done(slot, now):
+            self._encoders.empty(slot, now)
+            load = load._replace(key=load.key_since(now), key_at_s=now)
         share = self._share(attempt_id, encoder_id, self._encoders, slot)
+        share.dispatched_s, share.router_id = now, router_id
         self._change(share, load.seconds, load.seconds)
         share.encodings.append(load)
+        self._slot_to_encodings.setdefault(slot, {})[attempt_id] = share
         self._encoders.add_pending(slot, load.seconds, load.key, load.decode_s)
         for mm_hash, done_s in load.hash_to_done_s.items():
             flights = self._hash_to_flights.setdefault(mm_hash, {})
@@ -209,13 +261,44 @@ class InFlight:
         return b""
 
     def acknowledge(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> None:
-        """Records that the member's report contains these attempts."""
+        """Records that the member's report contains these attempts of this router."""
         for attempt_id in attempt_ids:
             share = self._attempt_to_shares.get(attempt_id, {}).get(member_id)
-            if share is not None:
+            if share is not None and share.router_id is None:
                 self._settle(share)
 
-    def note_behind(self, report: WorkerReport, now: float) -> None:
+    def latest_dispatch_s(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> float | None:
+        """Returns when the latest of these attempts of this router was dispatched to a member."""
+        shares = (self._attempt_to_shares.get(attempt_id, {}).get(member_id) for attempt_id in attempt_ids)
+        return max((each.dispatched_s for each in shares if each is not None and each.router_id is None), default=None)
+
+    def note_report(self, report: WorkerReport, state_at_s: float) -> None:
+        """Takes in that the columns hold the queue of a worker's report, which describes the worker at `state_at_s`:
+        what is dispatched and not in the report is pending. Attempts of other routers are taken to be in the report if
+        they were dispatched before that moment."""
+        slot = self._workers.member_to_slot[report.worker_id]
+        if self._workers.state_at_s[slot] != state_at_s:
+            return
+        self._renewed.discard(slot)
+        self._forget_lost(report.worker_id, self._slot_to_uncomputed.get(slot, {}), state_at_s)
+        for share in self._slot_to_uncomputed.get(slot, {}).values():
+            if share.router_id is not None and share.dispatched_s <= state_at_s:
+                self._settle(share)
+            elif share.is_pending:
+                self._pend(share, share.left_units)
+        self._note_behind(report, state_at_s)
+
+    def note_encoder_report(self, encoder_id: MemberId, state_at_s: float) -> None:
+        """Takes in that the columns hold the queue of an encoder's report, as `note_report` does for a worker."""
+        slot = self._encoders.member_to_slot[encoder_id]
+        if self._encoders.state_at_s[slot] == state_at_s:
+            shares = self._slot_to_encodings.get(slot, {})
+            self._forget_lost(encoder_id, shares, state_at_s)
+            for share in shares.values():
+                if share.router_id is not None and share.dispatched_s <= state_at_s:
+                    self._settle(share)
+
+    def _note_behind(self, report: WorkerReport, now: float) -> None:
         """Takes from a worker's report how many weighted tokens wait for features there; the columns have taken the
         rest of the report. Awaited tokens that the report no longer counts were computed or queued; they are assumed to
         be those whose features should have landed first. If the first features that an attempt still lacks are late,
@@ -243,10 +326,23 @@ class InFlight:
         awaited.update(left)
         self._list_awaited(slot)
 
-    def computed(self, attempt_id: AttemptId) -> None:
-        """Records that the attempt's prompt is computed, so its tokens wait for no feature."""
+    def computed(self, attempt_id: AttemptId, now: float) -> float:
+        """Records that the attempt's first token came, so that its prompt was computed a little earlier. Returns that
+        moment."""
+        at_s = now
         for share in self._attempt_to_shares.get(attempt_id, {}).values():
-            self._forget_awaited(attempt_id, share)
+            if share.columns is self._workers and not share.is_computed:
+                at_s = now - float(self._workers.delivery_s[share.slot])
+                self._note_computed(attempt_id, share, at_s)
+        return at_s
+
+    def computed_at(self, attempt_id: AttemptId, at_s: float) -> None:
+        """Records that the prompt of another router's attempt was computed at `at_s`. It is no longer pending, because
+        no report acknowledges it to this router."""
+        for share in self._attempt_to_shares.get(attempt_id, {}).values():
+            if share.columns is self._workers and not share.is_computed:
+                self._note_computed(attempt_id, share, at_s)
+                self._settle(share)
 
     def end(self, attempt_id: AttemptId) -> Iterable[MemberId]:
         """Ends the attempt on all members, and returns them."""
@@ -255,12 +351,14 @@ class InFlight:
             self._drop(attempt_id, member_id, share)
         return shares
 
-    def end_at(self, attempt_id: AttemptId, member_id: MemberId) -> None:
-        """Ends the attempt on one member, as when an encoder has delivered."""
+    def end_at(self, attempt_id: AttemptId, member_id: MemberId, at_s: float | None = None) -> None:
+        """Ends the attempt on one member, as when an encoder has delivered at `at_s`."""
         shares = self._attempt_to_shares.get(attempt_id, {})
         share = shares.pop(member_id, None)
         if share is not None:
             self._drop(attempt_id, member_id, share)
+            if at_s is not None and share.columns is self._encoders:
+                self._note_encoded(share.slot, at_s)
         if not shares:
             self._attempt_to_shares.pop(attempt_id, None)
 
@@ -268,6 +366,8 @@ class InFlight:
         """Drops all load of a member that leaves; it must be called while the member still has its slot."""
         for attempt_id in [attempt for attempt, shares in self._attempt_to_shares.items() if member_id in shares]:
             self.end_at(attempt_id, member_id)
+        if (slot := self._workers.member_to_slot.get(member_id)) is not None:
+            self._renewed.discard(slot)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the columns equal the sums of the shares."""
@@ -314,6 +414,76 @@ class InFlight:
         share.columns.open_units[share.slot] += units
         share.columns.pending_units[share.slot] += pending_units
 
+    def _forget_lost(self, member_id: MemberId, shares: dict[AttemptId, _Share], state_at_s: float) -> None:
+        """Ends the load of other routers' attempts of whose end no news will come any more."""
+        oldest_s = state_at_s - MAX_PEER_LOAD_S
+        for attempt_id in [at for at, each in shares.items() if each.router_id and each.dispatched_s < oldest_s]:
+            self.end_at(attempt_id, member_id)
+
+    def _pend(self, share: _Share, units: float) -> None:
+        """Sets how much of a share is not in the queue that the columns describe."""
+        change, share.pending_units = units - share.pending_units, units
+        share.columns.pending_units[share.slot] += change
+
+    def _is_idle(self, slot: int, now: float) -> bool:
+        """Returns whether a worker has computed all that is known."""
+        known = self._slot_to_uncomputed.get(slot, {})
+        return self._workers.is_done(slot, now) and not any(share.left_units > 0.0 for share in known.values())
+
+    def _note_computed(self, attempt_id: AttemptId, share: _Share, at_s: float) -> None:
+        """Records that a worker computed a prompt, in a step that ended at `at_s`."""
+        workers, slot = self._workers, share.slot
+        self._forget_awaited(attempt_id, share)
+        uncomputed = self._slot_to_uncomputed.get(slot, {})
+        uncomputed.pop(attempt_id, None)
+        was_queued = not share.pending_units
+        self._pend(share, 0.0)
+        share.is_computed = True
+        if not workers.is_reported[slot]:
+            return
+        is_renewed = slot in self._renewed
+        if at_s - float(workers.state_at_s[slot]) > (0.0 if is_renewed else SAME_MOMENT_S):
+            self._renew(slot, at_s)
+        elif was_queued:
+            self._take_from_queue(share)
+
+    def _take_from_queue(self, share: _Share) -> None:
+        """Takes a prompt from the queue that the columns describe, if that is not the queue of a report."""
+        workers, slot = self._workers, share.slot
+        if slot in self._renewed:
+            workers.queued_tokens[slot] = max(float(workers.queued_tokens[slot]) - share.left_units, 0.0)
+
+    def _renew(self, slot: int, at_s: float) -> None:
+        """Takes the prompts that are not computed for the queue of a worker at `at_s`, at the end of a step. If one
+        was in the queue before and lacks features, that step has computed the rest of it."""
+        num_queued, before_s = 0.0, float(self._workers.state_at_s[slot])
+        awaiting = self._slot_to_awaited.get(slot, {})
+        for attempt_id, share in self._slot_to_uncomputed.get(slot, {}).items():
+            if share.dispatched_s > at_s:
+                self._pend(share, share.left_units)
+                continue
+            if share.dispatched_s <= before_s and attempt_id in awaiting:
+                share.left_units = 0.0
+            num_queued += share.left_units
+            self._pend(share, 0.0)
+        self._workers.set_queue(slot, KnownQueue(at_s, num_queued))
+        self._renewed.add(slot)
+
+    def _note_encoded(self, slot: int, at_s: float) -> None:
+        """Takes the work that has not ended for the queue of an encoder at `at_s`, if the report is older."""
+        encoders = self._encoders
+        if not encoders.is_reported[slot] or at_s - encoders.state_at_s[slot] < OLD_QUEUE_S:
+            return
+        encoders.empty(slot, at_s)
+        for share in self._slot_to_encodings.get(slot, {}).values():
+            self._settle(share)
+            share.encodings = [each._replace(key=each.key_since(at_s), key_at_s=at_s) for each in share.encodings]
+            share.is_pending, share.num_settled = True, 0
+            encoders.num_pending[slot] += 1
+            self._pend(share, share.units)
+            for load in share.encodings:
+                encoders.add_pending(slot, load.seconds, load.key, load.decode_s)
+
     def _forget_awaited(self, attempt_id: AttemptId, share: _Share) -> None:
         awaited = self._slot_to_awaited.get(share.slot, {}) if isinstance(share.columns, WorkerColumns) else {}
         if awaited.pop(attempt_id, None) is not None:
@@ -339,15 +509,20 @@ class InFlight:
         if isinstance(columns, WorkerColumns):
             columns.pending_blocks[slot] -= share.num_blocks
         else:
-            for load in share.encodings:
+            for load in share.encodings[share.num_settled :]:
                 columns.add_pending(slot, -load.seconds, load.key, -load.decode_s)
+            share.num_settled = len(share.encodings)
         share.num_blocks = 0
-        share.encodings.clear()
 
     def _drop(self, attempt_id: AttemptId, member_id: MemberId, share: _Share) -> None:
+        if share.columns is self._workers and not share.is_computed and not share.pending_units:
+            self._take_from_queue(share)
         self._settle(share)
         self._forget_awaited(attempt_id, share)
         columns, slot = share.columns, share.slot
+        slot_to_shares = self._slot_to_uncomputed if columns is self._workers else self._slot_to_encodings
+        if (known := slot_to_shares.get(slot)) is not None and known.pop(attempt_id, None) is not None and not known:
+            del slot_to_shares[slot]
         columns.num_open[slot] -= 1
         columns.open_units[slot] -= share.units
         if not columns.num_open[slot]:
@@ -360,7 +535,8 @@ class InFlight:
             if not flights:
                 del self._hash_to_flights[mm_hash]
         if share.prompts is not None:
-            share.prompts.remove(share.prompt, slot)
+            share.prompts.remove(share.marks, slot)
+        if share.hashes:
             prompts = self._worker_to_prompts[member_id]
             prompts.discard(share)
             if not prompts:
@@ -377,11 +553,19 @@ class _Share:
     pending_units: float = 0.0
     num_blocks: int = 0
     is_pending: bool = False
+    dispatched_s: float = 0.0
+    router_id: MemberId | None = None
+    """Names the other router whose attempt it is."""
+    left_units: float = 0.0
+    """Counts the tokens on a worker that await no features and are not known to be computed."""
+    is_computed: bool = False
+    """Says whether the first token has come."""
     encodings: list[EncoderShare] = field(default_factory=list)
-    """Holds the pending work on an encoder."""
+    """Holds the work on an encoder; the first `num_settled` are not pending."""
+    num_settled: int = 0
     flights: list[MmHash] = field(default_factory=list)
-    prompts: _Prompts | None = None
-    prompt: Sequence[bytes] = ()
+    prompts: PromisedPrompts | None = None
+    marks: Sequence[bytes] = ()
     hashes: bytes = b""
     """Holds the hashes of all full blocks of the prompt."""
 
@@ -394,50 +578,3 @@ class _Flight:
     done_s: float
     users: list[AttemptId] = field(default_factory=list)
     """Holds an open attempt once for each of its encodings."""
-
-
-_STRIDE = 8
-"""Prompts in flight are known at each block whose number is a multiple of this, so that a dispatch costs little."""
-_MARK_BYTES = _STRIDE * KV_HASH_BYTES
-
-
-class _Prompts:
-    """Keeps the prompts of one scheme that workers compute for open attempts, by the hash of every eighth block."""
-
-    def __init__(self) -> None:
-        self._hash_to_slots: dict[bytes, dict[int, int]] = {}
-        """Maps a block's hash to the worker slots that compute it, each with the number of attempts."""
-
-    def add(self, hashes: bytes, slot: int) -> Sequence[bytes]:
-        """Adds a prompt and returns the hashes by which `remove` removes it."""
-        marks = self._marks(hashes)
-        for mark in marks:
-            slots = self._hash_to_slots.setdefault(mark, {})
-            slots[slot] = slots.get(slot, 0) + 1
-        return marks
-
-    def remove(self, marks: Sequence[bytes], slot: int) -> None:
-        for mark in marks:
-            slots = self._hash_to_slots[mark]
-            slots[slot] -= 1
-            if not slots[slot]:
-                del slots[slot]
-            if not slots:
-                del self._hash_to_slots[mark]
-
-    def depths(self, hashes: bytes, num_workers: int) -> Floats | None:
-        """Returns how many leading blocks of a prompt each worker computes, or None if none does."""
-        depths: Floats | None = None
-        for end in range(_MARK_BYTES, len(hashes) + 1, _MARK_BYTES):
-            slots = self._hash_to_slots.get(hashes[end - KV_HASH_BYTES : end])
-            if slots is None:
-                break  # A block's hash contains those before it, so no later block is known either.
-            if depths is None:
-                depths = np.zeros(num_workers)
-            for slot in slots:
-                depths[slot] = end // KV_HASH_BYTES
-        return depths
-
-    @staticmethod
-    def _marks(hashes: bytes) -> list[bytes]:
-        return [hashes[end - KV_HASH_BYTES : end] for end in range(_MARK_BYTES, len(hashes) + 1, _MARK_BYTES)]

@@ -10,7 +10,7 @@
 /* The columns of workers, by the names that `WorkerColumns` in `member_columns.py` gives them. */
 DECLARED(Workers,
   int64_t num, stride, max_awaited; /* slots, their capacity, and the moments that each has room for */
-  const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *is_reported, *queued_tokens,
+  const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *state_at_s, *is_reported, *queued_tokens,
       *num_decoding, *max_step_tokens, *num_there, *max_sequences, *residence_s, *kv_blocks_total, *kv_blocks_used,
       *reported_base_s, *reported_decode_s, *step_left_s, *pending_blocks, *num_awaited, *block_size, *base_s,
       *per_token_s, *barred_until_s, *delivery_s;
@@ -66,7 +66,7 @@ static Steps steps_of(const Workers *all, int64_t w, double num_decoding) {
 /* Returns the tokens that are ahead of a request when the running step has ended, and writes when that is. */
 static double tokens_ahead(const Workers *all, int64_t w, double now, const Steps *steps, double num_decoding,
                            double pending, double num_pending, double *remaining_s) {
-  double queued = all->queued_tokens[w], age_s = most(now - all->report_at_s[w], 0.0) - all->step_left_s[w];
+  double queued = all->queued_tokens[w], age_s = most(now - all->state_at_s[w], 0.0) - all->step_left_s[w];
   double work_s = seconds(steps, queued);
   if (age_s < 0.0) { /* The step that ran at the report has not ended. */
     *remaining_s = -age_s;
@@ -252,7 +252,7 @@ static void await_landings(const Workers *all, double now, const Times *times, i
 DECLARED(Encoders,
   int64_t num, stride, num_bins;
   const double *profiles, *pending_profiles; /* [2 * bins][stride]: seconds, then moments */
-  const double *is_reported, *report_at_s, *forward_left_s, *unit_s, *patience, *open_units, *pending_units,
+  const double *is_reported, *report_at_s, *state_at_s, *forward_left_s, *unit_s, *patience, *open_units, *pending_units,
       *decode_left_s, *decode_queue_s, *decode_short_s, *num_decoders, *pending_decode_s, *barred_until_s;
   const double *rates;    /* [modalities][6][stride] */
   const uint8_t *is_able; /* [modalities][stride] */
@@ -264,7 +264,7 @@ void device_waits(const Encoders *all, double now, double stale_after_s, double 
                   double *waits_s, double *sizes_s) {
   for (int64_t e = 0; e < all->num; e++) {
     int is_reported = all->is_reported[e] > 0.0;
-    double age_s = is_reported ? now - all->report_at_s[e] : 0.0, since_s = age_s - all->forward_left_s[e];
+    double age_s = is_reported ? now - all->state_at_s[e] : 0.0, since_s = age_s - all->forward_left_s[e];
     double silence_s = is_reported ? now - stale_after_s - all->report_at_s[e] : max_silence_s, total_s = 0.0;
     silence_s = least(most(silence_s, 0.0), max_silence_s);
     double extra_s = silence_s + (silence_s > 0.0 ? all->open_units[e] - all->pending_units[e] : 0.0);

@@ -263,7 +263,7 @@ def device_waits(encoders: EncoderColumns, now: float, stale_after_s: float, pri
     profiles = encoders.profiles + encoders.pending_profiles
     seconds, moments = profiles[:NUM_BINS], profiles[NUM_BINS:]
     num = len(encoders)
-    ages_s = np.where(encoders.is_reported > 0.0, now - encoders.report_at_s, 0.0)
+    ages_s = np.where(encoders.is_reported > 0.0, now - encoders.state_at_s, 0.0)
     sizes_s = (moments / np.maximum(seconds, 1e-12) - ages_s) / np.maximum(encoders.patience, 1e-9)
     sizes_s = np.where(seconds > 0.0, sizes_s * (1.0 - 1e-9), -np.inf)
     if priority:
@@ -332,7 +332,7 @@ def _worker_queues(workers: WorkerColumns, now: float, stale_after_s: float) -> 
     num = len(workers)
     silence_s = workers.silence_s(now, stale_after_s)
     queued = workers.queued_tokens[:num]
-    age_s = np.maximum(now - workers.report_at_s[:num], 0.0) - workers.step_left_s[:num]
+    age_s = np.maximum(now - workers.state_at_s[:num], 0.0) - workers.step_left_s[:num]
     num_decoding = workers.num_decoding[:num]
     pending, num_pending = workers.pending_units[:num], workers.num_pending[:num]
     if silence_s is not None:

@@ -213,7 +213,7 @@ static void describe_encoders(Search *s) {
   for (int64_t i = 0; i < q->num_items; i++) is_long |= s->media.items[4 * i + 3] > 1;
   const double *queue_s = is_long ? all->decode_queue_s : all->decode_short_s;
   for (int64_t e = 0; e < all->num; e++) {
-    double age_s = all->is_reported[e] > 0.0 ? now - all->report_at_s[e] : 0.0;
+    double age_s = all->is_reported[e] > 0.0 ? now - all->state_at_s[e] : 0.0;
     double waiting_s = (queue_s[e] + all->pending_decode_s[e]) / most(all->num_decoders[e], 1.0);
     free_s[e] = most(all->decode_left_s[e] + waiting_s - age_s, 0.0);
     num_decoders[e] = (int64_t)all->num_decoders[e];

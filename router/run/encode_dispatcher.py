@@ -109,7 +109,8 @@ class EncodeDispatcher:
         encoder_id, items, host, sent_at_s = self._calls.pop(task)
         if not any(call.encoder_id == encoder_id for call in self._calls.values()):
             # A call that failed leaves no work and no feature at the encoder, which other requests might wait for.
-            self._context.cluster.note_encoding_ended(self._dispatch.attempt_id, encoder_id)
+            now = self._context.clock.now()
+            self._context.cluster.note_encoding_ended(self._dispatch.attempt_id, encoder_id, now)
         try:
             if task.cancelled():
                 raise EncoderLost(f"the call to {encoder_id} was cancelled")

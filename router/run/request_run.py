@@ -138,7 +138,7 @@ class RequestRun:
         self._turn.token_arrived()
         if choice.num_tokens > before:
             if not before:
-                self._context.cluster.note_first_token(attempt.attempt_id)
+                self._context.cluster.note_first_token(attempt.attempt_id, self._context.clock.now())
             self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:
             self.stream.write(frame.choice, text)

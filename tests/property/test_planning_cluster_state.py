@@ -31,9 +31,11 @@ from fabric.contracts import (
     KvEvents,
     KvSnapshot,
     MediaItem,
+    Member,
     MemberId,
     MmHash,
     NoCapacity,
+    RouterNews,
     StageTimes,
     split_hashes,
 )
@@ -43,6 +45,7 @@ from router.planning.member_columns import MAX_AWAITED
 
 WORKERS = ["w0", "w1", "w2"]
 ENCODERS = ["e0", "e1"]
+ROUTER = Member(MemberId("r0"), "router", "address-r0", "h-0", 1)
 LONG = query(40, image(0, digit="a"), 300, image(1, digit="b"), 60)
 worker_names, encoder_names = st.sampled_from(WORKERS), st.sampled_from(ENCODERS)
 counts = st.integers(0, 5000)
@@ -60,6 +63,8 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 99))
     def begin(self, seed: int) -> None:
         self.state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(seed))
+        self.peer = ClusterState(SHAPE, BLOCK_SIZE, random.Random(seed))
+        self.state.news.start(lambda: None)
         self.now = 0.0
         self.num_attempts = 0
         self.open: dict[str, tuple[RouteQuery, RoutePlan]] = {}
@@ -68,9 +73,11 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(names=st.frozensets(st.sampled_from(WORKERS + ENCODERS)), epoch=st.integers(1, 2))
     def change_members(self, names: frozenset[MemberId], epoch: int) -> None:
-        change = self.state.update_members(
-            [worker_member(name, epoch=epoch) if name in WORKERS else encoder_member(name) for name in sorted(names)]
-        )
+        members = [
+            worker_member(name, epoch=epoch) if name in WORKERS else encoder_member(name) for name in sorted(names)
+        ]
+        change = self.state.update_members(members)
+        self.peer.update_members([*members, ROUTER])
         left = {member.member_id for member in change.left}
         assert self.members - names <= left
         assert names - self.members <= {member.member_id for member in change.joined}
@@ -84,6 +91,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(
         name=worker_names,
         seq=st.integers(0, 50),
+        made_s=st.sampled_from([0.0, 3.0, 200.0]),
         queued=counts,
         total=counts,
         used=counts,
@@ -96,6 +104,7 @@ class AnyOrder(RuleBasedStateMachine):
         self,
         name: MemberId,
         seq: int,
+        made_s: float,
         queued: int,
         total: int,
         used: int,
@@ -106,14 +115,22 @@ class AnyOrder(RuleBasedStateMachine):
     ) -> None:
         acknowledged = tuple(request.attempt_id for request, _ in self.open.values()) if acks else ()
         fields = {"queued_tokens": queued, "kv_blocks_total": total, "kv_blocks_used": used}
-        fields |= {"behind_weighted_tokens": barred, "step_left_s": left_s}
+        fields |= {"behind_weighted_tokens": barred, "step_left_s": left_s, "at_s": made_s and made_s + self.now}
         report = worker_report(name, seq, prefill_s_per_token=rate, acknowledged=acknowledged, **fields)
         assert set(self.state.apply(report, self.now)) <= {name}
+        self.peer.apply(report, self.now)
+
+    @rule(is_lost=st.booleans())
+    def tell_the_other_router(self, is_lost: bool) -> None:
+        news = self.state.news.take(ROUTER.member_id, self.now)
+        if news is not None and not is_lost:
+            self.peer.take_news(news, self.now)
 
     @rule(name=encoder_names, seq=st.integers(0, 50), queued=counts, rate=rates)
     def report_encoder(self, name: MemberId, seq: int, queued: int, rate: float) -> None:
         report = encoder_report(name, seq, queued_cost=queued, encode_s_per_cost=rate)
         assert set(self.state.apply(report, self.now)) <= {name}
+        self.peer.apply(report, self.now)
 
     @rule(name=worker_names, epoch=st.integers(0, 3), seq=st.integers(0, 9), events=kv_events)
     def kv_events(self, name: MemberId, epoch: int, seq: int, events: tuple[KvEvent, ...]) -> None:
@@ -167,7 +184,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def first_token(self, number: int) -> None:
         name = sorted(self.open)[number % len(self.open)]
-        self.state.note_first_token(self.open[name][0].attempt_id)
+        self.state.note_first_token(self.open[name][0].attempt_id, self.now)
 
     @precondition(lambda self: bool(getattr(self, "open", None)))
     @rule(number=st.integers(0, 99))
@@ -180,6 +197,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         self.state.check_invariants()
+        self.peer.check_invariants()
         workers = self.state.columns(self.now).workers
         for slot, num in enumerate(workers.num_awaited.astype(int)):
             assert (np.diff(workers.awaited[:num, slot]) >= 0.0).all()
@@ -192,12 +210,21 @@ class AnyOrder(RuleBasedStateMachine):
             return
         for request, _ in self.open.values():
             self.state.note_ended(request.attempt_id)
+        self._end_all_at_the_other_router()
         late = views_of(self.state, LONG, self.now + 1000.0)
         assert all((view.num_open, view.pending_tokens) == (0, 0) for view in late.workers)
         pending = self.state.columns(self.now).encoders.pending_profiles
         assert not pending.any()
         assert all(each.num_open.sum() == each.open_units.sum() == 0 for each in self.state.columns(self.now)[:2])
         assert not self.state.columns(self.now).workers.num_awaited.any()
+
+    def _end_all_at_the_other_router(self) -> None:
+        """A later dispatch tells the other router that it has missed news, or that there are no more."""
+        self.peer.take_news(RouterNews(ROUTER.member_id, 1 << 30), self.now)
+        for columns in self.peer.columns(self.now)[:2]:
+            assert columns.num_open.sum() == columns.num_pending.sum() == 0
+            assert np.allclose(columns.pending_units, 0.0)
+        assert not self.peer.columns(self.now).encoders.pending_profiles.any()
 
 
 def _parts() -> tuple[int | MediaItem, ...]:

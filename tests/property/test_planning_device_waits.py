@@ -53,7 +53,7 @@ def test_the_wait_at_an_encoder_is_that_of_its_own_rule(
         "e", 1, queue_profile=tuple(profile), forward_left_s=forward_left_s, unit_s=unit_s, patience=patience
     )
     encoders.take(0, report, NOW_S - age_s)
-    age_s = NOW_S - float(encoders.report_at_s[0])  # A difference of floats is rounded.
+    age_s = NOW_S - float(encoders.state_at_s[0])  # A difference of floats is rounded.
     waits = compiled_waits(encoders) if is_native else device_waits(encoders, NOW_S, STALE_AFTER_S, 0)
     num_ahead = 0
     while num_ahead < NUM_BINS and waits.sizes_s[num_ahead, 0] <= own_s:

@@ -195,6 +195,7 @@ def unsettled_searches(draw: st.DrawFn) -> RouteSearch:
     for members in (columns.workers, columns.encoders):
         for slot in range(len(members)):
             members.report_at_s[slot] -= draw(st.sampled_from([0.0, 0.0, 0.5, 3.5, 30.0]))
+            members.state_at_s[slot] = members.report_at_s[slot] - draw(st.sampled_from([-0.2, 0.0, 0.0, 0.5]))
             members.is_reported[slot] = draw(st.sampled_from([1.0, 1.0, 1.0, 0.0]))
             members.barred_until_s[slot] = draw(st.sampled_from([-math.inf, -math.inf, now, now + 1.0]))
             members.open_units[slot] += draw(st.sampled_from([0.0, 7.0]))
@@ -366,7 +367,7 @@ def test_an_unknown_worker_is_never_preferred_to_the_same_one_known_idle(
     state = replace(snapshot([other, idle], tie_break=0.0), settings=PlanSettings(stale_after_s=3.0))
     search = state.search(query(num_tokens), now=1000.0)
     columns = search._columns.workers
-    columns.report_at_s[0] = 1000.0 - 3.0 - silent_s
+    columns.report_at_s[0] = columns.state_at_s[0] = 1000.0 - 3.0 - silent_s
     columns.is_reported[0] = float(silent_s > 0.0)
     ttft_s = search.score().ttft_s
     assert ttft_s[0] >= ttft_s[1]
@@ -382,7 +383,7 @@ def test_silence_takes_no_more_from_a_queue_than_the_worker_can_have_done(
     search = state.search(query(num_tokens), now=1000.0)
     columns = search._columns.workers
     before_s = float(search.score().times.queue_s[0])
-    columns.report_at_s[0] = 1000.0 - age_s
+    columns.report_at_s[0] = columns.state_at_s[0] = 1000.0 - age_s
     assert float(search.score().times.queue_s[0]) >= min(before_s - age_s, 0.0) - 1e-9
     if columns.queued_tokens[0] and not columns.num_decoding[0]:
         left_s = before_s - age_s

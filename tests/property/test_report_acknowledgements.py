@@ -22,7 +22,8 @@ from fabric.contracts import (
 )
 from fabric.transport import RouterTable
 from router.planning.member_columns import EncoderColumns, WorkerColumns
-from router.planning.member_state import Freshness, InFlight, WorkerShare
+from router.planning.member_state import InFlight, WorkerShare
+from router.planning.report_age import Freshness
 
 WORKER = MemberId("worker-0")
 ROUTERS = ("router-0", "router-1")

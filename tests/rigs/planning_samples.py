@@ -182,7 +182,8 @@ class Cluster:
 
 
 def _fill_worker(workers: WorkerColumns, slot: int, spec: WorkerSpec, now: float) -> None:
-    workers.report_at_s[slot], workers.is_reported[slot] = now - spec.report_age_s, 1.0
+    workers.report_at_s[slot] = workers.state_at_s[slot] = now - spec.report_age_s
+    workers.is_reported[slot] = 1.0
     workers.block_size[slot] = BLOCK_SIZE
     workers.queued_tokens[slot], workers.num_decoding[slot] = spec.queued_tokens, spec.num_decoding
     workers.pending_units[slot], workers.num_pending[slot] = spec.pending_tokens, spec.num_pending
@@ -203,7 +204,8 @@ def _fill_worker(workers: WorkerColumns, slot: int, spec: WorkerSpec, now: float
 
 
 def _fill_encoder(encoders: EncoderColumns, slot: int, spec: EncoderSpec, now: float) -> None:
-    encoders.report_at_s[slot], encoders.is_reported[slot] = now, 1.0
+    encoders.report_at_s[slot] = encoders.state_at_s[slot] = now
+    encoders.is_reported[slot] = 1.0
     seconds = spec.costs.encode.at(spec.queued_cost) if spec.queued_cost else 0.0
     add_work(encoders.profiles[:, slot], seconds, -1.0)
     encoders.decode_queue_s[slot] = encoders.decode_short_s[slot] = spec.costs.decode.per_unit_s * spec.queued_cost

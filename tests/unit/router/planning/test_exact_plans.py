@@ -49,8 +49,8 @@ from router.planning import ClusterState
 from router.planning.link_classes import LinkClass
 from router.planning.member_columns import MAX_SILENCE_S
 from router.planning.member_costs import GENERAL, EncoderCost, LearnedLine
-from router.planning.member_state import Freshness
 from router.planning.plan_types import EncoderCosts, ItemTerms, Line
+from router.planning.report_age import Freshness
 
 NOTHING = (0.0,) * 5
 HEARD = frozenset({"audio"})

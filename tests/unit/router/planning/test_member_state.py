@@ -193,7 +193,7 @@ def test_tokens_behind_features_are_ahead_of_others_when_their_features_land() -
     assert view.pending_tokens == pytest.approx(weighted_tokens(100, 0, scale)), "the rest can't be computed yet"
     state.apply(worker_report("w0", 1, acknowledged=(request.attempt_id,), behind_weighted_tokens=first + second), 10.0)
     assert awaited_at(state, 10.0) == expected
-    state.note_first_token(request.attempt_id)
+    state.note_first_token(request.attempt_id, 10.0)
     assert awaited_at(state, 10.0) == []
     state.note_ended(request.attempt_id)
     state.check_invariants()
