@@ -4,7 +4,8 @@ A cluster of fake members lives in one `ClusterState`, as their reports describe
 loop and takes the processor time of each plan: idle and loaded, with the encoders on hosts of their own and beside the
 workers. A plan contains the look-up in the index and the whole explanation; the hashing of the prompt is measured
 apart. A second column has the same plans after the processor's caches were overwritten, without a bar. The assignment
-of items to encoders is compared with brute force.
+of items to encoders is compared with brute force. Beside the plans stands what it costs a router to tell another one of
+a request from its dispatch to its end, and what it costs that one to hear it.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ from fabric.contracts import (
     MmHash,
     PlaceholderRange,
     RequestId,
+    RouterNews,
     WorkerReport,
     add_work,
+    decode_message,
+    encode_message,
     key_of,
 )
 from kv_index import prompt_block_hashes
@@ -103,6 +107,10 @@ def run(options: Sequence[str] = ()) -> BenchResult:
         bars.append(Bar(f"plan {case.name}, p50", worst[0], case.p50_us, "us", is_max=True))
         bars.append(Bar(f"plan {case.name}, p99", worst[1], case.p99_us, "us", is_max=True))
     rows.append(["hash 1,024 tokens", "", "", f"{_hash_us():.0f}", "", "", ""])
+    for num_pictures in (0, 1, 8):
+        told_us, heard_us = _news_us(num_pictures)
+        what = f"{num_pictures} pictures" if num_pictures != 1 else "one picture"
+        rows.append([f"news of a request, {what}", "", "", f"{told_us:.0f} told", f"{heard_us:.0f} heard", "", ""])
     share, greedy, worst_ratio = assignment_quality(1000)
     rows.append(["assignment within 2 %", "", "", f"{100 * share:.1f} %", f"worst {worst_ratio:.3f}", "", ""])
     bars.append(Bar("assignments within 2 % of brute force", 100 * share, 100.0, "%"))
@@ -254,6 +262,44 @@ def _hash_us() -> float:
         prompt_block_hashes(SCHEME, tokens)
         times.append(time.thread_time() - began_s)
     return statistics.median(times) * 1e6
+
+
+def _news_us(num_pictures: int) -> tuple[float, float]:
+    """Returns the median time, in microseconds, in which a router collects and encodes the news of a request, and that
+    in which another one decodes and takes them. The news are three messages: of the dispatch, of the first token with
+    the ends of the encodings, and of the end."""
+    now = 100.0
+    teller, hearer = (cluster_of(64, 64, is_beside=False, is_loaded=True, now=now) for _ in range(2))
+    teller.news.start(lambda: None)
+    told_s: list[float] = []
+    heard_s: list[float] = []
+    for number in range(400):
+        now += 1e-3
+        query = query_of(1024, num_pictures, number)
+        plan = teller.plan(query, now)
+        teller.note_dispatched(query, plan, now)
+        encoder_ids = {each.encoder_id for each in plan.assignments}
+        told = heard = 0.0
+        for event in ("dispatch", "first token", "end"):
+            began_s = time.thread_time()
+            if event == "first token":
+                for encoder_id in encoder_ids:
+                    teller.note_encoding_ended(query.attempt_id, encoder_id, now)
+                teller.note_first_token(query.attempt_id, now)
+            elif event == "end":
+                teller.note_ended(query.attempt_id)
+            news = teller.news.take(MemberId("r0"), now)
+            assert news is not None, "each of these events is news"
+            wire = encode_message(news)
+            told += time.thread_time() - began_s
+            began_s = time.thread_time()
+            message = decode_message(wire)
+            assert isinstance(message, RouterNews)
+            hearer.take_news(message, now)
+            heard += time.thread_time() - began_s
+        told_s.append(told)
+        heard_s.append(heard)
+    return statistics.median(told_s) * 1e6, statistics.median(heard_s) * 1e6
 
 
 # ------------------------------------------------------------ assignments
