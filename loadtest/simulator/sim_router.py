@@ -178,6 +178,8 @@ class SimRouter:
         self._attempt_to_routed: dict[AttemptId, RoutedRequest] = {}
         self._waiting = CapacityQueue(cluster)
         self._waiter_to_routed: dict[int, RoutedRequest] = {}
+        self._member_to_barred_s: dict[MemberId, float] = {}
+        """Maps each member that failed a call to the time until which it gets no requests."""
         self._id_to_member: dict[MemberId, Member] = {}
         self._is_releasing = self._goes_on_later = self._is_pausing = False
         self._timer: SimEvent | None = None
@@ -294,7 +296,7 @@ class SimRouter:
         self.thread.run(self._settings.plan_s, self._dispatch, routed)
 
     def _room(self, routed: RoutedRequest, now: float) -> KvRoom:
-        room = self.cluster.room(self._room_need(routed), self._excluded(routed), now)
+        room = self.cluster.room(self._room_need(routed), self._excluded(), now)
         routed.too_small = room.too_small
         return room
 
@@ -319,7 +321,7 @@ class SimRouter:
         number = routed.outcome.num_attempts
         attempt_id = AttemptId(routed.request.request_id, number)
         kept_out = routed.too_small | self._waiting.reserved_from(routed.waiter)
-        query = replace(routed.query, attempt_id=attempt_id, excluded=self._excluded(routed) | kept_out)
+        query = replace(routed.query, attempt_id=attempt_id, excluded=self._excluded() | kept_out)
         try:
             plan = self.policy.plan(self.cluster, query, now)
         except NoCapacity:
@@ -427,7 +429,7 @@ class SimRouter:
     def _need(self, routed: RoutedRequest, item_indexes: Sequence[int]) -> None:
         plan = routed.plan
         assert plan is not None
-        query = replace(routed.query, attempt_id=plan.attempt_id, excluded=self._excluded(routed))
+        query = replace(routed.query, attempt_id=plan.attempt_id, excluded=self._excluded())
         try:
             terms = self.cluster.plan_encoding(query, plan.worker_id, item_indexes, self._loop.now())
         except NoCapacity:
@@ -515,12 +517,14 @@ class SimRouter:
 
     def _exclude(self, routed: RoutedRequest, member_id: MemberId) -> None:
         until = self._loop.now() + EXCLUDED_S
-        routed.failed[member_id] = until
+        routed.failed[member_id] = self._member_to_barred_s[member_id] = until
         self.cluster.exclude(member_id, until)
 
-    def _excluded(self, routed: RoutedRequest) -> frozenset[MemberId]:
+    def _excluded(self) -> frozenset[MemberId]:
+        """Returns the members that no request may use now. The production plan knows them, and the policies that choose
+        themselves learn them from the query."""
         now = self._loop.now()
-        return frozenset(member_id for member_id, until in routed.failed.items() if until > now)
+        return frozenset(member_id for member_id, until in self._member_to_barred_s.items() if until > now)
 
     # ------------------------------------------------------------ waiting for members and for room
 
