@@ -110,7 +110,7 @@ def test_steps_that_decode_show_that_prompts_take_longer_too(factor: float) -> N
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 5.0])
 def test_a_sudden_change_is_learned_in_a_few_prompts_among_many_steps_that_decode(factor: float) -> None:
-    """Of two hundred requests, each of sixteen workers gets a dozen, and decodes two hundred tokens of each."""
+    """Each of sixteen workers gets a dozen of two hundred requests, and decodes two hundred tokens of each of them."""
     costs, prompt, decode = fitted(), StepWork(3, 300.0), StepWork(4, 0.0)
     now_s = 0.0
     for number in range(24):
