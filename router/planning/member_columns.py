@@ -355,6 +355,11 @@ class EncoderColumns(SlotColumns):
         self.decode_queue_s[slot], self.decode_short_s[slot] = report.decode_queue_s, report.decode_short_s
         self.profiles[:, slot] = report.queue_profile
 
+    def left_s(self, slot: int, now: float) -> float:
+        """Returns how long the work that is known keeps an encoder busy."""
+        work_s = self.profiles[:NUM_BINS, slot].sum() + self.pending_profiles[:NUM_BINS, slot].sum()
+        return max(float(self.forward_left_s[slot] + work_s) - max(now - float(self.state_at_s[slot]), 0.0), 0.0)
+
     def is_done(self, slot: int, now: float) -> bool:
         """Returns whether an encoder has had the time for the work that it reported."""
         work_s = float(self.profiles[:NUM_BINS, slot].sum() + self.forward_left_s[slot])

@@ -225,6 +225,7 @@ class InFlight:
         share.dispatched_s, share.router_id = now, router_id
         self._change(share, load.seconds, load.seconds)
         share.encodings.append(load)
+        share.pended.append(load)
         self._slot_to_encodings.setdefault(slot, {})[attempt_id] = share
         self._encoders.add_pending(slot, load.seconds, load.key, load.decode_s)
         for mm_hash, done_s in load.hash_to_done_s.items():
@@ -261,11 +262,14 @@ class InFlight:
         return b""
 
     def acknowledge(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> None:
-        """Records that the member's report contains these attempts of this router."""
+        """Records that the member's report contains these attempts of this router. Work at an encoder stays pending
+        until the columns hold the queue of such a report (`note_encoder_report`)."""
         for attempt_id in attempt_ids:
             share = self._attempt_to_shares.get(attempt_id, {}).get(member_id)
             if share is not None and share.router_id is None:
-                self._settle(share)
+                share.is_acknowledged = True
+                if share.columns is self._workers:
+                    self._settle(share)
 
     def latest_dispatch_s(self, member_id: MemberId, attempt_ids: Iterable[AttemptId]) -> float | None:
         """Returns when the latest of these attempts of this router was dispatched to a member."""
@@ -295,7 +299,7 @@ class InFlight:
             shares = self._slot_to_encodings.get(slot, {})
             self._forget_lost(encoder_id, shares, state_at_s)
             for share in shares.values():
-                if share.router_id is not None and share.dispatched_s <= state_at_s:
+                if share.is_acknowledged or (share.router_id is not None and share.dispatched_s <= state_at_s):
                     self._settle(share)
 
     def _note_behind(self, report: WorkerReport, now: float) -> None:
@@ -355,10 +359,13 @@ class InFlight:
         """Ends the attempt on one member, as when an encoder has delivered at `at_s`."""
         shares = self._attempt_to_shares.get(attempt_id, {})
         share = shares.pop(member_id, None)
-        if share is not None:
+        if share is not None and at_s is not None and share.columns is self._encoders:
+            left_s, was_pending = self._encoders.left_s(share.slot, at_s), share.is_pending
             self._drop(attempt_id, member_id, share)
-            if at_s is not None and share.columns is self._encoders:
-                self._note_encoded(share.slot, at_s)
+            if was_pending or at_s - self._encoders.state_at_s[share.slot] >= OLD_QUEUE_S:
+                self._note_encoded(share.slot, at_s, left_s)
+        elif share is not None:
+            self._drop(attempt_id, member_id, share)
         if not shares:
             self._attempt_to_shares.pop(attempt_id, None)
 
@@ -403,6 +410,7 @@ class InFlight:
         if share is None:
             share = shares[member_id] = _Share(columns, slot)
             columns.num_open[slot] += 1
+        share.is_acknowledged = False
         if not share.is_pending:
             share.is_pending = True
             columns.num_pending[slot] += 1
@@ -469,19 +477,27 @@ class InFlight:
         self._workers.set_queue(slot, KnownQueue(at_s, num_queued))
         self._renewed.add(slot)
 
-    def _note_encoded(self, slot: int, at_s: float) -> None:
-        """Takes the work that has not ended for the queue of an encoder at `at_s`, if the report is older."""
+    def _note_encoded(self, slot: int, at_s: float, left_s: float) -> None:
+        """Takes the work that has not ended for the queue of an encoder at `at_s`, when an encoding ended. `left_s` is
+        what was known of the queue before that. If it is less than all open work, the rest is done: of a video, for
+        example, some units."""
         encoders = self._encoders
-        if not encoders.is_reported[slot] or at_s - encoders.state_at_s[slot] < OLD_QUEUE_S:
+        if not encoders.is_reported[slot]:
             return
         encoders.empty(slot, at_s)
+        part = min(left_s / max(float(encoders.open_units[slot]), 1e-9), 1.0)
         for share in self._slot_to_encodings.get(slot, {}).values():
             self._settle(share)
-            share.encodings = [each._replace(key=each.key_since(at_s), key_at_s=at_s) for each in share.encodings]
-            share.is_pending, share.num_settled = True, 0
+            share.pended = [
+                each._replace(
+                    seconds=part * each.seconds, decode_s=part * each.decode_s, key=each.key_since(at_s), key_at_s=at_s
+                )
+                for each in share.encodings
+            ]
+            share.is_pending = True
             encoders.num_pending[slot] += 1
-            self._pend(share, share.units)
-            for load in share.encodings:
+            self._pend(share, part * share.units)
+            for load in share.pended:
                 encoders.add_pending(slot, load.seconds, load.key, load.decode_s)
 
     def _forget_awaited(self, attempt_id: AttemptId, share: _Share) -> None:
@@ -509,9 +525,9 @@ class InFlight:
         if isinstance(columns, WorkerColumns):
             columns.pending_blocks[slot] -= share.num_blocks
         else:
-            for load in share.encodings[share.num_settled :]:
+            for load in share.pended:
                 columns.add_pending(slot, -load.seconds, load.key, -load.decode_s)
-            share.num_settled = len(share.encodings)
+            share.pended = []
         share.num_blocks = 0
 
     def _drop(self, attempt_id: AttemptId, member_id: MemberId, share: _Share) -> None:
@@ -556,13 +572,16 @@ class _Share:
     dispatched_s: float = 0.0
     router_id: MemberId | None = None
     """Names the other router whose attempt it is."""
+    is_acknowledged: bool = False
+    """Says whether a report contained the attempt, so that all later ones do."""
     left_units: float = 0.0
     """Counts the tokens on a worker that await no features and are not known to be computed."""
     is_computed: bool = False
     """Says whether the first token has come."""
     encodings: list[EncoderShare] = field(default_factory=list)
-    """Holds the work on an encoder; the first `num_settled` are not pending."""
-    num_settled: int = 0
+    """Holds the work on an encoder."""
+    pended: list[EncoderShare] = field(default_factory=list)
+    """Holds what of it is pending."""
     flights: list[MmHash] = field(default_factory=list)
     prompts: PromisedPrompts | None = None
     marks: Sequence[bytes] = ()
