@@ -287,7 +287,7 @@ def _news_us(num_pictures: int) -> tuple[float, float]:
                     teller.note_encoding_ended(query.attempt_id, encoder_id, now)
                 teller.note_first_token(query.attempt_id, now)
             elif event == "end":
-                teller.note_ended(query.attempt_id)
+                teller.note_ended(query.attempt_id, now)
             news = teller.news.take(MemberId("r0"), now)
             assert news is not None, "each of these events is news"
             wire = encode_message(news)

@@ -242,30 +242,31 @@ def _mean_ttft(result: SimResult) -> float:
 
 
 def staleness(scale: ChoiceScale, delays_s: Sequence[float] = (0.05, 1.0, 5.0)) -> Experiment:
-    """Runs 1 to 8 routers with reports of several ages."""
-    base = scale.settings()
-    workload = at_load(base, scale.workload(), 0.8)
-    cases = [(1, 0.0), *((1, delay_s) for delay_s in delays_s), (4, 1.0), (8, 0.0), (8, 1.0), (8, 5.0)]
-    runs = [
-        SimRun(
-            f"{num_routers} routers, {delay_s:g} s",
-            replace(base, num_routers=num_routers, report_delay_s=delay_s),
-            workload,
-            scale.seed,
-        )
-        for num_routers, delay_s in cases
-    ]
+    """Runs 1 to 8 routers with reports of several ages. The two cases of the bar run with several seeds, because a p99
+    of so few requests depends on one burst."""
+    decisive = [(1, 0.0), (8, 1.0)]
+    others = [*((1, delay_s) for delay_s in delays_s), (4, 1.0), (8, 0.0), (8, 5.0)]
+    cases = [(seed, case) for seed in scale.seeds for case in decisive] + [(scale.seed, case) for case in others]
+    runs = []
+    for seed, (num_routers, delay_s) in cases:
+        base = replace(scale.settings(), seed=seed)
+        settings = replace(base, num_routers=num_routers, report_delay_s=delay_s)
+        workload = at_load(base, scale.workload(), 0.8)
+        runs.append(SimRun(f"{num_routers} routers, {delay_s:g} s, seed {seed}", settings, workload, seed))
     summaries = [summarise(each) for each in run_all(runs, scale.num_processes)]
-    fresh = summaries[0].ttft.p99
-    by_label = {one.policy: one.ttft.p99 for one in summaries}
+    p99s = [one.ttft.p99 for one in summaries[: len(decisive) * scale.num_seeds]]
+    ratios = [late / fresh for fresh, late in zip(p99s[::2], p99s[1::2], strict=True)]
     bar = Bar(
         "8 routers with reports 1 s old over one with fresh ones, TTFT p99",
-        by_label["8 routers, 1 s"] / fresh,
+        float(np.exp(np.mean(np.log(ratios)))),
         1.1,
         "times",
         is_max=True,
     )
-    text = "Joint plan at 80 % load; reports and events reach every router late by the given time."
+    text = (
+        "Joint plan at 80 % load; reports and events reach every router late by the given time. The bar is the "
+        f"geometric mean over the seeds, which have {', '.join(f'{ratio:.2f}' for ratio in ratios)}."
+    )
     return Experiment("staleness", (text, summary_table(summaries)), (bar,), tuple(summaries))
 
 

@@ -505,7 +505,7 @@ class SimRouter:
 
     def _give_up(self, routed: RoutedRequest, plan: RoutePlan) -> None:
         self._attempt_to_routed.pop(plan.attempt_id, None)
-        self.cluster.note_ended(plan.attempt_id)
+        self.cluster.note_ended(plan.attempt_id, self._loop.now())
         self.policy.note_ended(plan)
         self._leave(routed)
         if self._waiting.num_waiting:

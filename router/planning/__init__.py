@@ -5,8 +5,9 @@
 chosen for that. `compiled_search` does all of it in one call of C; these modules, with `landing_search`, do the same
 for machines without a compiler. What they read of the members is in the columns of `member_columns`.
 
-`cluster_state` keeps the router's picture of the cluster, in these columns and in `member_state`. `promised_prompts`
-knows which prompts are on their way, `report_age` how old a report is, and `peer_news` what other routers dispatched.
+`cluster_state` keeps the router's picture of the cluster, in these columns and in `member_state`. `member_shares` says
+what an attempt puts on members, and `block_ledger` counts its KV blocks. `promised_prompts` knows which prompts are on
+their way, `report_age` how old a report is, and `peer_news` what other routers dispatched.
 `member_costs` keeps what the work of one member costs, `cost_columns` the same for all members as arrays, and
 `saved_costs` what stays for another run; `link_classes` says how far apart two members run, and `cost_learning`
 corrects the costs by results and reports. `kv_room` says whether a worker has room for a request, and `capacity_queue`

@@ -42,14 +42,8 @@ from router.planning.kv_room import KvRoom, RoomColumns, RoomNeed
 from router.planning.link_classes import LinkOverride, LinkPlace
 from router.planning.member_columns import ClusterColumns, EncoderColumns, Floats, LinkPatterns, WorkerColumns
 from router.planning.member_costs import CostDefaults
-from router.planning.member_state import (
-    EncoderShare,
-    EncoderState,
-    InFlight,
-    WorkerShare,
-    WorkerState,
-    awaited_tokens,
-)
+from router.planning.member_shares import EncoderShare, WorkerShare, awaited_tokens
+from router.planning.member_state import EncoderState, InFlight, WorkerState
 from router.planning.peer_news import NewsLog, PeerBook
 from router.planning.plan_types import Chance, ItemTerms, PlanSettings, QueryHints, RoutePlan, RouteQuery
 from router.planning.promised_prompts import marks_of
@@ -153,7 +147,7 @@ class ClusterState:
         for member in left:
             self._forget(member)
         for attempt_id in self._peers.keep({member.member_id for member in members if member.kind == "router"}):
-            self._in_flight.end(attempt_id)
+            self._in_flight.forget(attempt_id)
         gone = {member.member_id for member in left}
         joined = tuple(m for member_id, m in new.items() if member_id not in old or member_id in gone)
         for member in joined:
@@ -280,8 +274,8 @@ class ClusterState:
             scheme, scale = state.member.kv_scheme, self._learning.context_scale_tokens
             block_size = scheme.block_size if scheme is not None else self._block_size
             num_weighted = weighted_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale)
-            num_blocks = -(-winner.num_prefill_tokens // block_size)
             hashes = query.scheme_to_hashes.get(scheme, b"") if scheme is not None else b""
+            num_blocks = -(-query.token_count // block_size) - self._num_in_use(plan.worker_id, scheme, hashes)
             awaited = awaited_tokens(query, plan, scale, now)
             share = WorkerShare(num_weighted, num_blocks, scheme, hashes, marks_of(hashes), awaited)
             self._in_flight.add_worker(query.attempt_id, plan.worker_id, share, now)
@@ -330,9 +324,9 @@ class ClusterState:
         at_s = self._in_flight.computed(attempt_id, now)
         self.news.computed(attempt_id, at_s)
 
-    def note_ended(self, attempt_id: AttemptId) -> None:
+    def note_ended(self, attempt_id: AttemptId, now: float) -> None:
         """Records that the attempt ended, with or without success. A second call does nothing."""
-        for member_id in self._in_flight.end(attempt_id):
+        for member_id in self._in_flight.end(attempt_id, now):
             self._note_promised(member_id)
         self.news.ended(attempt_id)
 
@@ -340,7 +334,7 @@ class ClusterState:
         """Takes in what another router has dispatched, and what of that has left the members' queues."""
         router_id = news.router_id
         for attempt_id in self._peers.lost(news):
-            self._in_flight.end(attempt_id)
+            self._in_flight.forget(attempt_id)
         for told in news.dispatched:
             attempt_id, at_s = AttemptId(told.request_id, told.attempt), now - told.age_s
             awaited = [(now + due_s, num) for due_s, num in told.awaited]
@@ -364,7 +358,7 @@ class ClusterState:
             self._in_flight.end_at(attempt_id, encoded.encoder_id, now - encoded.age_s)
         for request_id, number in news.ended:
             attempt_id = AttemptId(request_id, number)
-            for member_id in self._in_flight.end(attempt_id):
+            for member_id in self._in_flight.end(attempt_id, now):
                 self._note_promised(member_id)
             self._peers.remove(router_id, attempt_id)
 
@@ -421,10 +415,9 @@ class ClusterState:
         self._worker_columns.take(self._worker_columns.member_to_slot[report.worker_id], report, now, state_at_s)
         self._learning.observe_report(report, now)
         self._rooms.report(report, now)
-        if report.acknowledged:
-            self._in_flight.acknowledge(report.worker_id, report.acknowledged)
-            self._note_promised(report.worker_id)
+        self._in_flight.acknowledge(report.worker_id, report.acknowledged)
         self._in_flight.note_report(report, state_at_s)
+        self._note_promised(report.worker_id)
         is_arriving = now - self._member_to_page_s.get(report.worker_id, -inf) < self._settings.page_wait_s
         is_in_step = is_arriving or self._prefixes(state.member).is_in_step(report.worker_id)
         return self._ask_unless(is_in_step, report.worker_id, now)
@@ -540,6 +533,12 @@ class ClusterState:
             self._encoder_columns.serve(slot, tuple(rows.values()))
             self._features.add_member(member_id, slot)
         self._patterns.forget()
+
+    def _num_in_use(self, worker_id: MemberId, scheme: KvScheme | None, hashes: bytes) -> int:
+        """Returns how many leading blocks of a prompt open requests on a worker have, or will have."""
+        slot = self._worker_columns.member_to_slot.get(worker_id)
+        depths = self._in_flight.promised_blocks(scheme, hashes) if scheme is not None else None
+        return 0 if depths is None or slot is None else int(depths[slot])
 
     def _note_promised(self, worker_id: MemberId) -> None:
         """Tells the columns of the room what this router has dispatched to a worker since its last report."""

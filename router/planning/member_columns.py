@@ -46,6 +46,9 @@ MAX_AWAITED = 16
 """The columns tell this many moments apart at which features should land on one worker."""
 SAME_MOMENT_S = 0.01
 """Two moments of a member may be the same one if they differ by less than this."""
+SPARE_KV_S = 0.3
+"""The planner takes as many blocks of a worker for taken as its sequences give back within this time. Where all blocks
+are taken, a few requests more than expected delay all that follow, and sequences preempt each other (ADR 72)."""
 MAX_SILENCE_S = 1.0
 """The planner takes a silent member for busy for as long as it has been silent, but at most for this time: the member
 is uncertain and not idle, and if all members are silent, this is the same for all."""
@@ -192,6 +195,9 @@ class WorkerColumns(SlotColumns):
     kv_blocks_total: Column
     """Counts the blocks of the KV pool; it is 0 if the size is not known."""
     kv_blocks_used: Column
+    """Counts the blocks that sequences had at the report, and `kv_blocks_coming` those that they are about to take
+    (`blocks_coming`)."""
+    kv_blocks_coming: Column
     inbox_bytes: Column
     """Holds the size of the inbox in bytes."""
     reported_base_s: Column
@@ -201,7 +207,8 @@ class WorkerColumns(SlotColumns):
     step_left_s: Column
     """Holds the rest of the step that was running at the report, if it computes prompt tokens."""
     pending_blocks: Column
-    """Counts the KV blocks of dispatched attempts that no report contains yet."""
+    """Counts the KV blocks that attempts have taken since the moment of the last report, less those that ended ones
+    have given back (`block_ledger`)."""
     num_awaited: Column
     """Counts the entries of `awaited` that are in use."""
     block_size: Column
@@ -234,6 +241,7 @@ class WorkerColumns(SlotColumns):
         self.residence_s[slot] = report.residence_s
         self.kv_blocks_total[slot] = engine.kv_blocks_total
         self.kv_blocks_used[slot] = engine.kv_blocks_used
+        self.kv_blocks_coming[slot] = blocks_coming(report, float(self.block_size[slot]))
         self.inbox_bytes[slot] = report.features.inbox_bytes_total
         self.reported_base_s[slot] = report.step_overhead_s
         self.reported_decode_s[slot] = report.decode_s_per_sequence
@@ -298,6 +306,15 @@ class WorkerColumns(SlotColumns):
 
     def _clear(self, slot: int) -> None:
         self.max_step_tokens[slot] = UNLIMITED
+
+
+def blocks_coming(report: WorkerReport, block_size: float) -> float:
+    """Returns how many KV blocks the sequences of a worker are about to take: those for the rest of their prompts, one
+    for each sequence that decodes, and as many as sequences give back within `SPARE_KV_S`."""
+    engine = report.engine
+    num_uncomputed = engine.queued_tokens + engine.behind_tokens
+    blocks_per_s = engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0
+    return num_uncomputed / max(block_size, 1.0) + engine.num_decoding + SPARE_KV_S * blocks_per_s
 
 
 def arriving_tokens(report: WorkerReport, num_behind: float) -> float:

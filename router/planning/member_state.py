@@ -11,10 +11,9 @@ The module knows nothing of the choice between members, or of how costs are lear
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,8 +26,8 @@ from fabric.contracts import (
     MemberId,
     MmHash,
     WorkerReport,
-    weighted_tokens,
 )
+from router.planning.block_ledger import BlockLedger
 from router.planning.member_columns import (
     MAX_AWAITED,
     SAME_MOMENT_S,
@@ -39,12 +38,11 @@ from router.planning.member_columns import (
     arriving_tokens,
 )
 from router.planning.member_costs import EncoderCost, LearnedLine
-from router.planning.plan_types import Line, RoutePlan, RouteQuery
+from router.planning.member_shares import EncoderShare, WorkerShare
+from router.planning.plan_types import Line
 from router.planning.promised_prompts import PromisedPrompts
 from router.planning.report_age import Freshness, ReportAge
 
-PRIORITY_KEY = 1e8
-"""Larger keys stand for priorities, and not for moments."""
 MAX_PEER_LOAD_S = 30.0
 """A report that is younger by this than a dispatch of another router ends its load, as the last news may be lost."""
 OLD_QUEUE_S = 0.1
@@ -86,61 +84,6 @@ class EncoderState:
 # ------------------------------------------------------------ the work in flight
 
 
-class WorkerShare(NamedTuple):
-    """A `WorkerShare` is what an attempt puts on its worker."""
-
-    weighted_tokens: float
-    num_blocks: int
-    scheme: KvScheme | None = None
-    hashes: bytes = b""
-    """Holds the hashes of the prompt's full blocks in the worker's scheme."""
-    marks: Sequence[bytes] = ()
-    """Holds the hashes by which other requests find the prompt (`promised_prompts.marks_of`)."""
-    awaited: Sequence[tuple[float, float]] = ()
-    """Holds the part of the weighted tokens that waits for features: when the features should have landed, on the
-    router's clock, and how many tokens can be computed then that could not before, in order of time."""
-
-
-class EncoderShare(NamedTuple):
-    """An `EncoderShare` is what an attempt puts on one encoder."""
-
-    seconds: float
-    """Sums the predicted forward passes."""
-    key: float
-    """Places this work in the encoder's queue (`fabric.contracts.key_of`)."""
-    decode_s: float
-    hash_to_done_s: Mapping[MmHash, float]
-    """Maps each feature that the encoder makes to the time on the router's clock at which it should be complete."""
-    key_at_s: float = 0.0
-    """Holds the moment to which the key is relative."""
-
-    def key_since(self, at_s: float) -> float:
-        """Returns the key relative to another moment."""
-        return self.key + (self.key_at_s - at_s if abs(self.key) < PRIORITY_KEY else 0.0)
-
-
-def awaited_tokens(query: RouteQuery, plan: RoutePlan, scale_tokens: float, now: float) -> list[tuple[float, float]]:
-    """Returns the `WorkerShare.awaited` of a plan that is carried out now. The units of an item land one after the
-    other while it is encoded, and tokens wait for the features of all runs before them too."""
-    winner = plan.explanation.winner
-    index_to_terms = {terms.item_index: terms for terms in winner.items}
-    index_to_num = {item.index: item.num_tokens for item in query.media}
-    runs = [run for run in query.placeholders if run.item in index_to_terms and run.end > winner.covered_tokens]
-    found: list[tuple[float, float]] = []
-    due_s, num_landed = now, dict.fromkeys(index_to_terms, 0)
-    for run, following in zip(runs, [*(each.offset for each in runs[1:]), query.token_count], strict=False):
-        terms = index_to_terms[run.item]
-        num_landed[run.item] += run.length
-        left_s = terms.encode_s * max(1.0 - num_landed[run.item] / max(index_to_num[run.item], 1), 0.0)
-        due_s = max(due_s, now + terms.landing_s - left_s)
-        begin = max(run.offset, winner.covered_tokens)
-        num_tokens = weighted_tokens(following - begin, begin, scale_tokens)
-        if found and found[-1][0] == due_s:
-            num_tokens += found.pop()[1]
-        found.append((due_s, num_tokens))
-    return found
-
-
 class InFlight:
     """Counts the dispatched work by attempt and member, and keeps the sums in the members' columns.
 
@@ -154,6 +97,7 @@ class InFlight:
 
     def __init__(self, workers: WorkerColumns, encoders: EncoderColumns) -> None:
         self._workers, self._encoders = workers, encoders
+        self._blocks = BlockLedger(workers)
         self._attempt_to_shares: dict[AttemptId, dict[MemberId, _Share]] = {}
         self._hash_to_flights: dict[MmHash, dict[MemberId, _Flight]] = {}
         self._slot_to_uncomputed: dict[int, dict[AttemptId, _Share]] = {}
@@ -193,8 +137,7 @@ class InFlight:
         else:
             self._pend(share, share.left_units)
         self._slot_to_uncomputed.setdefault(slot, {})[attempt_id] = share
-        share.num_blocks += load.num_blocks
-        self._workers.pending_blocks[slot] += load.num_blocks
+        self._blocks.take(slot, attempt_id, load.num_blocks, now, is_own=router_id is None)
         if load.awaited:
             self._slot_to_awaited.setdefault(slot, {})[attempt_id] = load.awaited
             self._list_awaited(slot)
@@ -281,6 +224,8 @@ class InFlight:
         what is dispatched and not in the report is pending. Attempts of other routers are taken to be in the report if
         they were dispatched before that moment."""
         slot = self._workers.member_to_slot[report.worker_id]
+        self._blocks.acknowledge(slot, report.acknowledged)
+        self._blocks.report(slot, state_at_s)
         if self._workers.state_at_s[slot] != state_at_s:
             return
         self._renewed.discard(slot)
@@ -348,8 +293,16 @@ class InFlight:
                 self._note_computed(attempt_id, share, at_s)
                 self._settle(share)
 
-    def end(self, attempt_id: AttemptId) -> Iterable[MemberId]:
+    def end(self, attempt_id: AttemptId, now: float) -> Iterable[MemberId]:
         """Ends the attempt on all members, and returns them."""
+        for share in self._attempt_to_shares.get(attempt_id, {}).values():
+            if share.columns is self._workers:
+                self._blocks.end(share.slot, attempt_id, now - float(self._workers.delivery_s[share.slot]))
+        return self.forget(attempt_id)
+
+    def forget(self, attempt_id: AttemptId) -> Iterable[MemberId]:
+        """Drops the attempt's load on all members, and returns them. It may not have ended, so nothing that members
+        have reported of it changes."""
         shares = self._attempt_to_shares.pop(attempt_id, {})
         for member_id, share in shares.items():
             self._drop(attempt_id, member_id, share)
@@ -375,6 +328,7 @@ class InFlight:
             self.end_at(attempt_id, member_id)
         if (slot := self._workers.member_to_slot.get(member_id)) is not None:
             self._renewed.discard(slot)
+            self._blocks.forget_worker(slot)
 
     def check_invariants(self) -> None:
         """Raises AssertionError unless the columns equal the sums of the shares."""
@@ -387,6 +341,7 @@ class InFlight:
                 assert found == [len(own), len(pending)], (slot, found, len(own), len(pending))
                 sums = [sum(share.units for share in own), sum(share.pending_units for share in pending)]
                 assert np.allclose([columns.open_units[slot], columns.pending_units[slot]], sums), (slot, sums)
+        self._blocks.check_invariants()
         for slot in range(len(self._workers)):
             listed = self._workers.awaited[MAX_AWAITED : MAX_AWAITED + int(self._workers.num_awaited[slot]), slot]
             awaited = self._slot_to_awaited.get(slot, {})
@@ -522,15 +477,14 @@ class InFlight:
         if not columns.num_pending[slot]:  # Sums of floats leave remainders.
             columns.pending_units[slot] = 0.0
         share.pending_units = 0.0
-        if isinstance(columns, WorkerColumns):
-            columns.pending_blocks[slot] -= share.num_blocks
-        else:
+        if isinstance(columns, EncoderColumns):
             for load in share.pended:
                 columns.add_pending(slot, -load.seconds, load.key, -load.decode_s)
             share.pended = []
-        share.num_blocks = 0
 
     def _drop(self, attempt_id: AttemptId, member_id: MemberId, share: _Share) -> None:
+        if share.columns is self._workers:
+            self._blocks.forget_open(share.slot, attempt_id)
         if share.columns is self._workers and not share.is_computed and not share.pending_units:
             self._take_from_queue(share)
         self._settle(share)
@@ -567,7 +521,6 @@ class _Share:
     slot: int
     units: float = 0.0
     pending_units: float = 0.0
-    num_blocks: int = 0
     is_pending: bool = False
     dispatched_s: float = 0.0
     router_id: MemberId | None = None

@@ -23,7 +23,7 @@ from fabric.contracts import (
     MemberId,
     RouterNews,
 )
-from router.planning.member_state import EncoderShare, WorkerShare
+from router.planning.member_shares import EncoderShare, WorkerShare
 
 NEWS_INTERVAL_S = 0.002
 """A router sends news at most this often, and at once if it has sent none for this long."""

@@ -12,8 +12,8 @@ DECLARED(Workers,
   int64_t num, stride, max_awaited; /* slots, their capacity, and the moments that each has room for */
   const double *num_open, *open_units, *num_pending, *pending_units, *report_at_s, *state_at_s, *is_reported, *queued_tokens,
       *num_decoding, *max_step_tokens, *num_there, *max_sequences, *residence_s, *kv_blocks_total, *kv_blocks_used,
-      *reported_base_s, *reported_decode_s, *step_left_s, *pending_blocks, *num_awaited, *block_size, *base_s,
-      *per_token_s, *barred_until_s, *delivery_s;
+      *kv_blocks_coming, *reported_base_s, *reported_decode_s, *step_left_s, *pending_blocks, *num_awaited, *block_size,
+      *base_s, *per_token_s, *barred_until_s, *delivery_s;
   const double *awaited; /* [2 * max_awaited][stride]: moments, then weighted tokens */
 );
 
@@ -92,8 +92,8 @@ static double room_at_s(const Workers *all, int64_t w, const Steps *steps, doubl
   double num_over = all->num_there[w] + all->num_pending[w] + 1.0 - all->max_sequences[w], free_s = 0.0;
   if (all->max_sequences[w] > 0.0 && num_over > 0.0)
     free_s = all->residence_s[w] * num_over / most(all->max_sequences[w], 1.0);
-  double unused = most(all->kv_blocks_total[w] - (all->kv_blocks_used[w] + all->pending_blocks[w]), 0.0);
-  double lacking = all->kv_blocks_total[w] > 0.0 ? most(need_blocks - unused, 0.0) : 0.0;
+  double used = all->kv_blocks_used[w] + all->kv_blocks_coming[w] + all->pending_blocks[w];
+  double lacking = all->kv_blocks_total[w] > 0.0 ? most(need_blocks + used - all->kv_blocks_total[w], 0.0) : 0.0;
   if (lacking > 0.0) {
     double blocks_per_s = all->residence_s[w] > 0.0 ? all->kv_blocks_used[w] / most(all->residence_s[w], 1e-12) : 0.0;
     if (blocks_per_s > 0.0)
@@ -149,7 +149,9 @@ void worker_times(const Workers *all, const Request *request, const Times *out) 
     double covered = is_forgotten ? held : covered_tokens(all, w, request, held, num_shared);
     double missing = request->num_tokens - covered;
     double weighted = missing * (1.0 + (covered + 0.5 * missing) / request->scale_tokens);
-    double free_s = room_at_s(all, w, &steps, ceil(request->num_tokens / block_size) - num_blocks, &begin_s);
+    double num_in_use = request->promised_tokens ? least(request->promised_tokens[w], request->num_tokens) : 0.0;
+    double need_blocks = ceil(request->num_tokens / block_size) - floor(num_in_use / block_size);
+    double free_s = room_at_s(all, w, &steps, need_blocks, &begin_s);
 
     /* What has landed for other requests by then fills the step with the last token ahead of the first medium. */
     double num_first = most(least(request->num_text_first, request->num_tokens) - covered, 0.0) + num_shared;

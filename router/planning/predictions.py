@@ -132,7 +132,10 @@ def worker_times(workers: WorkerColumns, size: RequestSize, now: float, stale_af
     missing = num_tokens - covered
     weighted = missing * (1.0 + (covered + 0.5 * missing) / size.scale_tokens)
     num_first = np.maximum(min(size.num_text_first, num_tokens) - covered, 0.0)
-    need = _Need(missing, weighted, np.ceil(num_tokens / block_size) - num_blocks, num_first, now)
+    need_blocks = np.ceil(num_tokens / block_size)
+    if size.promised_tokens is not None:
+        need_blocks = need_blocks - np.floor(np.minimum(size.promised_tokens[:num], num_tokens) / block_size)
+    need = _Need(missing, weighted, need_blocks, num_first, now)
     queue_s, shared_s, s_per_token = _starts(workers, queues, need)
     own_s = s_per_token * weighted
     start_s = queue_s + shared_s
@@ -321,7 +324,8 @@ class _Need(NamedTuple):
     num_tokens: Floats
     weighted_tokens: Floats
     num_blocks: Floats
-    """Counts the KV blocks that the request takes."""
+    """Counts the KV blocks that the request takes: all but those that open requests with the same prefix use. Cached
+    blocks that no request uses are among a worker's free ones, so the request takes them from there."""
     num_first: Floats
     """Counts the tokens ahead of the first medium."""
     now: float
@@ -369,9 +373,8 @@ def _starts(workers: WorkerColumns, queues: _Queues, need: _Need) -> tuple[Float
     num = len(workers)
     begin_s, free_s = queues.begin_s, _place_waits_s(workers)
     is_sized = workers.kv_blocks_total[:num] > 0.0
-    used = workers.kv_blocks_used[:num] + workers.pending_blocks[:num]
-    free = np.maximum(workers.kv_blocks_total[:num] - used, 0.0)
-    lacking = np.maximum(need.num_blocks - free, 0.0) * is_sized
+    used = workers.kv_blocks_used[:num] + workers.kv_blocks_coming[:num] + workers.pending_blocks[:num]
+    lacking = np.maximum(need.num_blocks + used - workers.kv_blocks_total[:num], 0.0) * is_sized
     if lacking.any():
         residence_s = workers.residence_s[:num]
         blocks_per_s = workers.kv_blocks_used[:num] / np.maximum(residence_s, 1e-12) * (residence_s > 0.0)

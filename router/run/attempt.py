@@ -249,4 +249,4 @@ class Attempt:
             self._dispatcher.close()
         if self._generate is not None:
             self._generate.cancel()
-        self._context.cluster.note_ended(self.attempt_id)
+        self._context.cluster.note_ended(self.attempt_id, self._context.clock.now())

@@ -190,7 +190,7 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(number=st.integers(0, 99))
     def end(self, number: int) -> None:
         name = sorted(self.open)[number % len(self.open)]
-        self.state.note_ended(self.open.pop(name)[0].attempt_id)
+        self.state.note_ended(self.open.pop(name)[0].attempt_id, self.now)
 
     @invariant()
     def load_is_what_is_open(self) -> None:
@@ -209,7 +209,7 @@ class AnyOrder(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         for request, _ in self.open.values():
-            self.state.note_ended(request.attempt_id)
+            self.state.note_ended(request.attempt_id, self.now + 1000.0)
         self._end_all_at_the_other_router()
         late = views_of(self.state, LONG, self.now + 1000.0)
         assert all((view.num_open, view.pending_tokens) == (0, 0) for view in late.workers)

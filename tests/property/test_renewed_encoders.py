@@ -14,7 +14,8 @@ from planning_samples import encoder_member, encoder_report
 
 from fabric.contracts import PROFILE_LENGTH, AttemptId, EncoderReport, MemberId, RequestId, add_work, key_of
 from router.planning.member_columns import SAME_MOMENT_S, EncoderColumns, WorkerColumns
-from router.planning.member_state import EncoderShare, InFlight
+from router.planning.member_shares import EncoderShare
+from router.planning.member_state import InFlight
 
 ENCODER, PEER = MemberId("e0"), MemberId("r1")
 PATIENCE = 4.0

@@ -22,7 +22,8 @@ from fabric.contracts import (
 )
 from fabric.transport import RouterTable
 from router.planning.member_columns import EncoderColumns, WorkerColumns
-from router.planning.member_state import InFlight, WorkerShare
+from router.planning.member_shares import WorkerShare
+from router.planning.member_state import InFlight
 from router.planning.report_age import Freshness
 
 WORKER = MemberId("worker-0")

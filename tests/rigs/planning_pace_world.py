@@ -66,7 +66,7 @@ class PaceWorld:
             worker.costs.observe(work, seconds, self.now)
             if step == 0:
                 self._report(worker)
-        self.cluster.note_ended(request.attempt_id)
+        self.cluster.note_ended(request.attempt_id, self.now)
         self._report(worker)
         return plan.worker_id
 

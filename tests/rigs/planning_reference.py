@@ -24,7 +24,7 @@ class PlacementNeed(NamedTuple):
     num_tokens: int
     weighted_tokens: float
     num_blocks: int
-    """Counts the KV blocks that the request takes."""
+    """Counts the KV blocks of the whole request: those that are cached there and in no use have to be taken too."""
     num_first: int
     """Counts the tokens ahead of the first medium."""
 
@@ -246,7 +246,7 @@ def score(request: RouteQuery, cluster: Cluster, worker: WorkerSpec, encoders: S
     """Walks over the prompt on one worker, whose lacking items go to these encoders."""
     covered, scale = covered_tokens(worker, request.token_count), cluster.context_scale_tokens
     num_tokens = request.token_count - covered
-    num_blocks = -(-request.token_count // BLOCK_SIZE) - covered // BLOCK_SIZE
+    num_blocks = -(-request.token_count // BLOCK_SIZE)
     num_first = max(next((run.offset for run in request.placeholders), request.token_count) - covered, 0)
     need = PlacementNeed(num_tokens, weighted_tokens(num_tokens, covered, scale), num_blocks, num_first)
     ahead = waiting(worker, need, BLOCK_SIZE)

@@ -305,14 +305,14 @@ def _worker_seen(workers: WorkerColumns, slot: int, hints: QueryHints, now: floa
     member = workers.members[slot]
     assert member is not None
     total = workers.kv_blocks_total[slot]
-    free = max(0.0, total - workers.kv_blocks_used[slot] - workers.pending_blocks[slot])
+    taken = workers.kv_blocks_used[slot] + workers.kv_blocks_coming[slot] + workers.pending_blocks[slot]
     return WorkerSeen(
         member.member_id,
         int(hints.depths[slot] * workers.block_size[slot] // BLOCK_SIZE),
         float(workers.queued_tokens[slot]),
         float(workers.num_decoding[slot]),
         float(workers.num_open[slot]),
-        float(free) if total else None,
+        float(total - taken) if total else None,
         Line(float(workers.base_s[slot]), float(workers.per_token_s[slot])),
         float(workers.pending_units[slot]),
         float(workers.num_pending[slot]),

@@ -204,7 +204,7 @@ class QueueWorld:
         if update.admitted or finished or is_due:
             self._report()
         for one in finished:
-            self.cluster.note_ended(one.sequence_id.attempt_id)
+            self.cluster.note_ended(one.sequence_id.attempt_id, self.clock.now())
         return {one.sequence_id.request_id: one.times for one in finished}
 
     def _report(self) -> None:

@@ -69,7 +69,7 @@ async def test_all_other_routers_learn_of_a_dispatch_and_of_its_first_token() ->
     first.cluster.note_first_token(attempt_id, first.clock.now())
     await settled(lambda: len(second.received) == len(third.received) == 2)
     assert [each.received[1].computed[0].request_id for each in (second, third)] == ["a", "a"]
-    first.cluster.note_ended(attempt_id)
+    first.cluster.note_ended(attempt_id, first.clock.now())
     await settled(lambda: len(second.received) == len(third.received) == 3)
     assert [each.num_open for each in (first, second, third)] == [0, 0, 0]
 

@@ -138,7 +138,7 @@ def test_blocks_behind_evicted_ones_are_known_while_their_prompt_is_computed() -
     route(state, request)
     assert state.apply(later, 0.0) == ()
     assert covered() == 6
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 0.0)
     state.check_invariants()
     state.apply(KvSnapshot("w1", 1, 5, (BlocksStored(None, others),)), 0.0)
     assert covered() == 1
@@ -184,8 +184,8 @@ def test_a_stale_member_is_balanced_by_open_attempts_without_affinity() -> None:
     covered = route(state, replace(request, attempt_id=("fresh", 0)), 1.0).explanation.winner.covered_tokens
     assert covered == 304
     assert route(state, replace(request, attempt_id=("stale", 0)), 100.0).explanation.winner.covered_tokens == 0
-    state.note_ended(("fresh", 0))
-    state.note_ended(("stale", 0))
+    state.note_ended(("fresh", 0), 100.0)
+    state.note_ended(("stale", 0), 100.0)
     chosen = Counter(route(state, query(320, attempt=f"r{number}"), 100.0).worker_id for number in range(20))
     assert chosen == {"w0": 10, "w1": 10}
 
@@ -230,7 +230,7 @@ def test_members_outside_the_view_are_ignored_and_those_that_left_forgotten() ->
     assert ([m.member_id for m in change.joined], [m.member_id for m in change.left]) == ([], ["w0"])
     assert [view.worker_id for view in views_of(state, request, 0.0).workers] == ["w1"]
     assert state.prefix_stats().num_sources == 1
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 0.0)
     state.check_invariants()
     state.update_members([])
     with pytest.raises(NoCapacity):
@@ -269,7 +269,7 @@ def test_costs_that_nobody_reports_are_learned_from_results() -> None:
     for _ in range(30):
         actual = generated(first, num_prompt_tokens=1000, prefill_s=4.0, first_token_s=4.0)
         state.observe_generate(first, actual, 0.0)
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 0.0)
     assert route(state, request, 1.0).predicted_ttft_s == pytest.approx(4.0 + MAX_SILENCE_S, rel=0.05)
 
 
@@ -280,7 +280,7 @@ def test_a_worker_that_measures_its_steps_is_believed_over_results_whose_steps_w
     first = route(state, request)
     assert first.predicted_ttft_s == pytest.approx(0.01 + 1.0, rel=0.1)
     state.observe_generate(first, generated(first, num_prompt_tokens=1000, prefill_s=4.0, first_token_s=4.0), 0.0)
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 0.0)
     assert route(state, request).predicted_ttft_s == first.predicted_ttft_s
     assert state.accuracy()["prefill"].actual == 4.0
 

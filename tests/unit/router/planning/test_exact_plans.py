@@ -47,7 +47,7 @@ from fabric.contracts import (
 )
 from router.planning import ClusterState
 from router.planning.link_classes import LinkClass
-from router.planning.member_columns import MAX_SILENCE_S
+from router.planning.member_columns import MAX_SILENCE_S, SPARE_KV_S
 from router.planning.member_costs import GENERAL, EncoderCost, LearnedLine
 from router.planning.plan_types import EncoderCosts, ItemTerms, Line
 from router.planning.report_age import Freshness
@@ -213,7 +213,7 @@ def test_blocks_dispatched_add_up_until_they_are_reported() -> None:
         assert views_of(state, request, 0.0).workers[0].kv_blocks_free == num_free
         plan = state.plan(request, 0.0)
         state.note_dispatched(request, plan, 0.0)
-    state.note_ended(AttemptId(RequestId("r0"), 0))
+    state.note_ended(AttemptId(RequestId("r0"), 0), 0.0)
     assert views_of(state, query(10), 0.0).workers[0].kv_blocks_free == 76
 
 
@@ -240,7 +240,7 @@ def test_a_workers_report_becomes_its_view_number_by_number() -> None:
     (view,) = views_of(state, query(10), 12.5).workers
     assert view.worker_id == "w0"
     assert (view.covered_blocks, view.queued_tokens, view.num_decoding, view.num_open) == (0, 650.0, 7, 0)
-    assert view.kv_blocks_free == 60
+    assert view.kv_blocks_free == pytest.approx(60 - 500 / BLOCK_SIZE - 7 - SPARE_KV_S * 40 / 4.0)
     assert view.prefill == pytest.approx(Line(0.01, 1e-3))
     columns = state.columns(12.5).workers
     assert columns.reported_decode_s[0] == pytest.approx(2e-4)
@@ -335,12 +335,11 @@ def test_a_cached_prompt_leaves_one_token_to_compute() -> None:
         assert plan.explanation.winner.num_prefill_tokens == num_tokens - num_covered
 
 
-def test_blocks_that_are_there_already_need_no_room() -> None:
+def test_cached_blocks_that_no_sequence_uses_are_taken_from_the_free_ones() -> None:
     full = {"kv_blocks_free": 1, "kv_blocks_per_s": 0.5}
-    covered = plan_route(query(64), snapshot([worker("w", covered_blocks=3, **full)]), 0.0)
-    assert covered.explanation.winner.queue_s == 0.0
-    lacking = plan_route(query(64), snapshot([worker("w", covered_blocks=0, **full)]), 0.0)
-    assert lacking.explanation.winner.queue_s == pytest.approx(3 / 0.5)
+    for covered_blocks in (0, 3):
+        plan = plan_route(query(64), snapshot([worker("w", covered_blocks=covered_blocks, **full)]), 0.0)
+        assert plan.explanation.winner.queue_s == pytest.approx(3 / 0.5)
 
 
 def test_each_modality_that_nobody_encodes_is_named() -> None:

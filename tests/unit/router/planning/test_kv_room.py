@@ -242,7 +242,7 @@ def test_tokens_behind_a_missing_medium_count_once_until_they_are_computed() -> 
     assert (has(3), has(4)) == (True, False), "the picture has come"
     state.apply(sized("w0", 4, used=7, num_decoding=1), 1.3)
     assert (has(2), has(3)) == (True, False)
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 1.4)
     state.apply(sized("w0", 5), 1.4)
     assert has(10)
 
@@ -301,7 +301,7 @@ def test_cached_blocks_count_while_an_open_request_uses_them() -> None:
     state.note_dispatched(request, state.plan(request, 1.0), 1.0)
     state.apply(sized("w0", 2, total=20, used=12, acknowledged=(request.attempt_id,)), 1.1)
     assert state.room(need, frozenset(), 1.1).verdict == "now"
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 1.1)
     assert state.room(need, frozenset(), 1.1).verdict == "later"
 
 

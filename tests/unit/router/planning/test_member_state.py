@@ -63,7 +63,7 @@ def test_requests_with_one_new_picture_share_its_flight() -> None:
     done_s = first.landing_s - first.transfer_s
     assert [item.wait_s for item in others] == pytest.approx([done_s - 1e-3 * number for number in (1, 2, 3)])
     for number in range(4):
-        state.note_ended((f"r{number}", 0))
+        state.note_ended((f"r{number}", 0), 1.0)
     state.check_invariants()
     assert route(state, query(image(0), 10, attempt="later"), 1.0).explanation.winner.items[0].load == 256
 
@@ -71,12 +71,12 @@ def test_requests_with_one_new_picture_share_its_flight() -> None:
 def test_a_flight_lives_on_while_another_request_waits_for_its_feature() -> None:
     state = cluster_of(num_workers=2, num_encoders=4)
     first, second = (route(state, query(image(0), 10, attempt=f"r{number}"), 1e-3 * number) for number in range(2))
-    state.note_ended(first.attempt_id)
+    state.note_ended(first.attempt_id, 2e-3)
     third = route(state, query(image(0), 10, attempt="r2"), 2e-3)
     assert {plan.assignments for plan in (first, second, third)} == {first.assignments}
     assert third.explanation.winner.items[0].load == 0
     for plan in (second, third):
-        state.note_ended(plan.attempt_id)
+        state.note_ended(plan.attempt_id, 1.0)
     state.check_invariants()
     assert route(state, query(image(0), 10, attempt="later"), 1.0).explanation.winner.items[0].load == 256
 
@@ -126,8 +126,8 @@ def test_acknowledged_attempts_are_not_counted_twice_and_ended_ones_not_at_all()
     state.apply(worker_report("w0", 2, queued_tokens=90, acknowledged=(request.attempt_id,)), 0.0)
     (view,) = views_of(state, request, 0.0).workers
     assert (view.queued_tokens, view.pending_tokens, view.num_pending, view.num_open) == (90, 0, 0, 1)
-    state.note_ended(request.attempt_id)
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 0.0)
+    state.note_ended(request.attempt_id, 0.0)
     assert views_of(state, request, 0.0).workers[0].num_open == 0
     state.check_invariants()
 
@@ -148,7 +148,7 @@ def test_items_encoded_again_add_to_the_load_of_their_encoder() -> None:
     assert seen.queued_s == pytest.approx(0.5 + item.encode_s)
     assert seen.decode_queue_s == pytest.approx(item.decode_s)
     state.check_invariants()
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 0.0)
     assert views_of(state, request, 0.0).encoders[0].queued_s == pytest.approx(0.5)
 
 
@@ -195,7 +195,7 @@ def test_tokens_behind_features_are_ahead_of_others_when_their_features_land() -
     assert awaited_at(state, 10.0) == expected
     state.note_first_token(request.attempt_id, 10.0)
     assert awaited_at(state, 10.0) == []
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 10.0)
     state.check_invariants()
 
 

@@ -97,10 +97,10 @@ def test_a_worker_is_idle_for_all_when_its_first_token_came() -> None:
     tell(first, second, 10.401)
     assert second.plan(query(600, excluded=_others(plan.worker_id)), 10.401).predicted_ttft_s == pytest.approx(idle_s)
     assert not is_untouched(second), "the request decodes"
-    first.note_ended(request.attempt_id)
+    first.note_ended(request.attempt_id, 11.0)
     tell(first, second, 11.0)
     assert is_untouched(second)
-    first.note_ended(request.attempt_id)
+    first.note_ended(request.attempt_id, 11.0)
     assert first.news.take(MemberId("r0"), 11.0) is None, "the others know already"
 
 
@@ -114,7 +114,7 @@ def test_prompts_on_their_way_from_other_routers_are_found() -> None:
     again = second.plan(query(600, attempt="b"), 10.8)
     assert again.worker_id == plan.worker_id
     assert again.explanation.winner.covered_tokens >= 500, "no worker has reported a block"
-    first.note_ended(request.attempt_id)
+    first.note_ended(request.attempt_id, 10.9)
     tell(first, second, 10.9)
     assert second.plan(query(600, attempt="b"), 11.0).explanation.winner.covered_tokens == 0
 
@@ -133,7 +133,7 @@ def test_encoders_and_features_of_other_routers_are_known() -> None:
     assert plan_of_same.explanation.winner.items[0].is_cached
     first.observe_encode(plan, EncodeResult(assigned.encoder_id, (ItemResult(0, StageTimes(encode_s=0.2)),)), 10.3)
     first.note_first_token(request.attempt_id, 10.4)
-    first.note_ended(request.attempt_id)
+    first.note_ended(request.attempt_id, 10.4)
     tell(first, second, 10.4)
     assert is_untouched(second)
 
@@ -144,7 +144,7 @@ def test_what_ends_early_ends_at_the_others_too() -> None:
     route(first, request, 10.0)
     tell(first, second, 10.001)
     assert not is_untouched(second)
-    first.note_ended(request.attempt_id)
+    first.note_ended(request.attempt_id, 10.1)
     tell(first, second, 10.101)
     assert is_untouched(second)
 
@@ -159,7 +159,7 @@ def test_a_router_that_misses_news_forgets_what_it_knew_of_the_sender() -> None:
     route(first, requests[2], 11.0)
     tell(first, second, 11.0)
     assert second.columns(11.0).workers.num_open.sum() == 1
-    first.note_ended(requests[2].attempt_id)
+    first.note_ended(requests[2].attempt_id, 11.1)
     tell(first, second, 11.1)
     assert is_untouched(second)
 
@@ -226,7 +226,7 @@ def test_news_of_unknown_members_are_ignored() -> None:
     request = query(10, image(0), 10, attempt="a")
     route(first, request, 10.0)
     tell(first, second, 10.0)
-    first.note_ended(request.attempt_id)
+    first.note_ended(request.attempt_id, 10.1)
     tell(first, second, 10.1)
     assert not np.any(second.columns(10.1).workers.num_open)
 

@@ -56,7 +56,7 @@ def know_the_clock(state: ClusterState) -> None:
     request = query(16, attempt="clock")
     route(state, request, 5.0)
     late_report(state, 2, 5.001, 6.001, acknowledged=(request.attempt_id,))
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 6.001)
     late_report(state, 3, 6.5, 7.5)
 
 
@@ -128,7 +128,7 @@ def test_a_report_that_was_made_before_a_dispatch_leaves_it_pending() -> None:
     route(state, request, 10.0)
     late_report(state, 4, 9.5, 10.5)
     assert state.columns(10.5).workers.pending_units[0] + state.columns(10.5).workers.queued_tokens[0] > 1000.0
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 10.5)
     assert state.columns(10.5).workers.pending_units[0] + state.columns(10.5).workers.queued_tokens[0] == 0.0
     state.check_invariants()
 
@@ -138,7 +138,7 @@ def test_an_aborted_prompt_leaves_the_queue() -> None:
     late_report(state, 1, 1.0, 10.0)
     request = query(1000, attempt="a")
     route(state, request, 10.0)
-    state.note_ended(request.attempt_id)
+    state.note_ended(request.attempt_id, 10.1)
     assert wait_s(state, 10.1) == 0.0
 
 
