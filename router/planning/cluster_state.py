@@ -313,7 +313,7 @@ class ClusterState:
         key = key_of(seconds, float(encoders.patience[slot]), at_s - state_at_s, priority)
         return EncoderShare(seconds, key, decode_s, done, state_at_s)
 
-    def note_encoding_ended(self, attempt_id: AttemptId, encoder_id: MemberId, now: float = 0.0) -> None:
+    def note_encoding_ended(self, attempt_id: AttemptId, encoder_id: MemberId, now: float) -> None:
         """Records that the attempt's work on an encoder ended, with or without success. A second call does nothing."""
         self._in_flight.end_at(attempt_id, encoder_id, now)
         self.news.encoded(attempt_id, encoder_id, now)

@@ -313,9 +313,11 @@ class InFlight:
         shares = self._attempt_to_shares.get(attempt_id, {})
         share = shares.pop(member_id, None)
         if share is not None and at_s is not None and share.columns is self._encoders:
+            state_at_s = float(self._encoders.state_at_s[share.slot])
+            at_s = max(at_s, state_at_s)  # News of another router may be older than a report.
             left_s, was_pending = self._encoders.left_s(share.slot, at_s), share.is_pending
             self._drop(attempt_id, member_id, share)
-            if was_pending or at_s - self._encoders.state_at_s[share.slot] >= OLD_QUEUE_S:
+            if was_pending or at_s - state_at_s >= OLD_QUEUE_S:
                 self._note_encoded(share.slot, at_s, left_s)
         elif share is not None:
             self._drop(attempt_id, member_id, share)

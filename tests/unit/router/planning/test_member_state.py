@@ -85,8 +85,8 @@ def test_an_encoding_that_failed_leaves_no_load_and_no_flight_to_wait_for() -> N
     state = cluster_of(num_encoders=2)
     first = route(state, query(image(0), 10, attempt="r0"), 0.0)
     (failed,) = (each.encoder_id for each in first.assignments)
-    state.note_encoding_ended(first.attempt_id, failed)
-    state.note_encoding_ended(first.attempt_id, failed)
+    state.note_encoding_ended(first.attempt_id, failed, 0.0)
+    state.note_encoding_ended(first.attempt_id, failed, 0.0)
     state.check_invariants()
     assert [seen.queued_s for seen in views_of(state, query(10), 0.0).encoders] == [0.0, 0.0]
     assert route(state, query(image(0), 10, attempt="r1"), 1.0).explanation.winner.items[0].load == 256

@@ -16,15 +16,25 @@ from planning_samples import (
 )
 
 from fabric.contracts import (
+    PROFILE_LENGTH,
+    EncodedNews,
     EncodeResult,
+    EncodingNews,
     ItemResult,
     MediaItem,
+    Member,
+    MemberId,
+    RequestId,
+    RouterNews,
     StageTimes,
+    add_work,
     context_scale_tokens,
+    key_of,
     weighted_tokens,
 )
 from router.planning import ClusterState, RoutePlan, RouteQuery
 
+PEER = Member(MemberId("r1"), "router", "address-r1", "h-0", 1)
 AHEAD_S = 500.0
 COSTS = {"prefill_s_per_token": 1e-3, "step_overhead_s": 0.005, "max_step_tokens": 4096}
 
@@ -176,4 +186,22 @@ def test_the_end_of_an_encoding_replaces_an_old_report() -> None:
     assert item.wait_s == pytest.approx(0.51, rel=0.15), "the second one has just begun"
     (item,) = state.plan(probe, 10.8).explanation.winner.items
     assert item.wait_s == pytest.approx(0.21, rel=0.3)
+    state.check_invariants()
+
+
+def test_an_encoding_that_ended_before_the_last_report_leaves_its_queue() -> None:
+    state = cluster("encoder")
+    late_report(state, 1, 1.0, 10.0)
+    state.update_members([worker_member("w0"), encoder_member("e0"), PEER])
+    state.apply(encoder_report("e0", 1, encode_s_per_cost=1e-3, batch_overhead_s=0.01), 10.0)
+    work = EncodingNews(RequestId("theirs"), 0, MemberId("e0"), 0.0, 0.2, 0.0, 0, ())
+    state.take_news(RouterNews(PEER.member_id, 1, encodings=(work,)), 10.1)
+    profile = [0.0] * PROFILE_LENGTH
+    add_work(profile, 3.0, key_of(3.0, 4.0, 0.0, 0))
+    state.apply(encoder_report("e0", 2, queue_profile=tuple(profile), encode_s_per_cost=1e-3), 10.5)
+    ended = EncodedNews(RequestId("theirs"), 0, MemberId("e0"), 0.4)
+    state.take_news(RouterNews(PEER.member_id, 2, encoded=(ended,)), 10.6)
+    columns = state.columns(10.6).encoders
+    assert columns.left_s(0, 10.6) == pytest.approx(2.9), "the encoding ended at 10.2, and the report is of 10.5"
+    assert columns.state_at_s[0] == 10.5
     state.check_invariants()
