@@ -6,13 +6,14 @@ moment is in it, and what has ended since is still in it. So each attempt counts
 and that of its end. An attempt of this router is in a report once a report has acknowledged it, because the attempt may
 have been on its way at that moment; what another router dispatched is acknowledged to that router alone.
 
-The module knows nothing of queues or of times: blocks stay taken long after a prompt was computed.
+The module knows nothing of queues: blocks stay taken long after a prompt was computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from fabric.contracts import AttemptId
 from router.planning.member_columns import WorkerColumns
@@ -32,53 +33,53 @@ class BlockLedger:
         """Records an attempt that was dispatched at `at_s`, and takes blocks at the worker of a slot. If the attempt is
         there already, it takes so many more."""
         book = self._slot_to_book.setdefault(slot, _Book())
-        entry = book.settled.pop(attempt_id, None) or book.changing.get(attempt_id) or _Entry(is_own)
+        entry = book.reported.pop(attempt_id, None) or book.unreported.get(attempt_id) or _Entry(is_own)
         entry.dispatched_s, entry.num_blocks, entry.is_acknowledged = at_s, entry.num_blocks + num_blocks, False
-        book.changing[attempt_id] = entry
+        book.unreported[attempt_id] = entry
         self._count(slot, entry, book.state_at_s)
 
     def acknowledge(self, slot: int, attempt_ids: Iterable[AttemptId]) -> None:
         """Records that a report contains these attempts of this router; `report` must follow."""
         if (book := self._slot_to_book.get(slot)) is not None:
             for attempt_id in attempt_ids:
-                if (entry := book.changing.get(attempt_id)) is not None and entry.is_own:
+                entry = book.unreported.get(attempt_id) or book.ended.get(attempt_id)
+                if entry is not None and entry.is_own:
                     entry.is_acknowledged = True
 
     def report(self, slot: int, state_at_s: float) -> None:
         """Takes in that the columns hold the blocks that were in use at a worker at `state_at_s`."""
         book = self._slot_to_book.setdefault(slot, _Book())
         book.state_at_s = state_at_s
-        for attempt_id, entry in list(book.changing.items()):
+        for attempt_id, entry in list(book.unreported.items()):
+            self._count(slot, entry, state_at_s)
+            if not entry.counted:
+                book.reported[attempt_id] = book.unreported.pop(attempt_id)
+        for attempt_id, entry in list(book.ended.items()):
             self._count(slot, entry, state_at_s)
             if entry.ended_s is not None and entry.ended_s <= state_at_s:
-                del book.changing[attempt_id]
-            elif entry.ended_s is None and not entry.counted:
-                book.settled[attempt_id] = book.changing.pop(attempt_id)
+                del book.ended[attempt_id]
 
     def end(self, slot: int, attempt_id: AttemptId, at_s: float) -> None:
         """Records that an attempt ended at `at_s`, and gave its blocks back. A second call does nothing."""
         if (book := self._slot_to_book.get(slot)) is None:
             return
-        entry = book.settled.pop(attempt_id, None) or book.changing.pop(attempt_id, None)
+        entry = book.reported.pop(attempt_id, None) or book.unreported.pop(attempt_id, None)
         if entry is None:
             return
-        book.changing[attempt_id] = entry
-        if entry.ended_s is None:
-            entry.ended_s = at_s
-            self._count(slot, entry, book.state_at_s)
-        oldest_id, oldest = next(iter(book.changing.items()))
-        if oldest.ended_s is not None and oldest.ended_s < at_s - MAX_ENDED_S:
-            self._workers.pending_blocks[slot] -= oldest.counted
-            del book.changing[oldest_id]
+        book.ended[attempt_id], entry.ended_s = entry, at_s
+        self._count(slot, entry, book.state_at_s)
+        for old_id, old in list(islice(book.ended.items(), 2)):
+            if old.ended_s is not None and old.ended_s < at_s - MAX_ENDED_S:
+                self._workers.pending_blocks[slot] -= old.counted
+                del book.ended[old_id]
 
     def forget_open(self, slot: int, attempt_id: AttemptId) -> None:
         """Forgets an attempt, unless it has ended."""
-        if (book := self._slot_to_book.get(slot)) is None or book.settled.pop(attempt_id, None) is not None:
+        book = self._slot_to_book.get(slot)
+        if book is None or book.reported.pop(attempt_id, None) is not None:
             return
-        entry = book.changing.get(attempt_id)
-        if entry is not None and entry.ended_s is None:
+        if (entry := book.unreported.pop(attempt_id, None)) is not None:
             self._workers.pending_blocks[slot] -= entry.counted
-            del book.changing[attempt_id]
 
     def forget_worker(self, slot: int) -> None:
         """Forgets a worker that leaves."""
@@ -89,9 +90,12 @@ class BlockLedger:
         """Raises AssertionError unless the column equals the sums of the attempts."""
         for slot in range(len(self._workers)):
             book = self._slot_to_book.get(slot, _Book())
-            changing = book.changing.values()
-            assert self._workers.pending_blocks[slot] == sum(entry.counted for entry in changing), slot
-            assert not any(entry.counted or entry.ended_s is not None for entry in book.settled.values()), slot
+            counted = [entry.counted for entry in (*book.unreported.values(), *book.ended.values())]
+            assert self._workers.pending_blocks[slot] == sum(counted), slot
+            assert all(entry.ended_s is not None for entry in book.ended.values()), slot
+            open_ones = (*book.unreported.values(), *book.reported.values())
+            assert all(entry.ended_s is None for entry in open_ones), slot
+            assert not any(entry.counted for entry in book.reported.values()), slot
 
     def _count(self, slot: int, entry: _Entry, state_at_s: float | None) -> None:
         counted = entry.num_since(state_at_s)
@@ -103,10 +107,12 @@ class BlockLedger:
 class _Book:
     """A `_Book` holds the attempts at one worker."""
 
-    changing: dict[AttemptId, _Entry] = field(default_factory=dict)
-    """Holds those that the last report does not contain, or that have ended since."""
-    settled: dict[AttemptId, _Entry] = field(default_factory=dict)
-    """Holds those that the last report contains, and that have not ended."""
+    unreported: dict[AttemptId, _Entry] = field(default_factory=dict)
+    """Holds the open ones that the last report does not contain."""
+    reported: dict[AttemptId, _Entry] = field(default_factory=dict)
+    """Holds the other open ones."""
+    ended: dict[AttemptId, _Entry] = field(default_factory=dict)
+    """Holds those whose end no report contains yet, in the order of their ends."""
     state_at_s: float | None = None
     """Holds the moment that the last report describes."""
 

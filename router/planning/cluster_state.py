@@ -275,9 +275,11 @@ class ClusterState:
             block_size = scheme.block_size if scheme is not None else self._block_size
             num_weighted = weighted_tokens(winner.num_prefill_tokens, winner.covered_tokens, scale)
             hashes = query.scheme_to_hashes.get(scheme, b"") if scheme is not None else b""
-            num_blocks = -(-query.token_count // block_size) - self._num_in_use(plan.worker_id, scheme, hashes)
+            marks = marks_of(hashes)
+            num_in_use = self._in_flight.num_in_use(plan.worker_id, scheme, marks)
+            num_blocks = -(-query.token_count // block_size) - num_in_use
             awaited = awaited_tokens(query, plan, scale, now)
-            share = WorkerShare(num_weighted, num_blocks, scheme, hashes, marks_of(hashes), awaited)
+            share = WorkerShare(num_weighted, num_blocks, scheme, hashes, marks, awaited)
             self._in_flight.add_worker(query.attempt_id, plan.worker_id, share, now)
             self.news.dispatched(query.attempt_id, plan.worker_id, share, now)
             self._note_promised(plan.worker_id)
@@ -534,14 +536,8 @@ class ClusterState:
             self._features.add_member(member_id, slot)
         self._patterns.forget()
 
-    def _num_in_use(self, worker_id: MemberId, scheme: KvScheme | None, hashes: bytes) -> int:
-        """Returns how many leading blocks of a prompt open requests on a worker have, or will have."""
-        slot = self._worker_columns.member_to_slot.get(worker_id)
-        depths = self._in_flight.promised_blocks(scheme, hashes) if scheme is not None else None
-        return 0 if depths is None or slot is None else int(depths[slot])
-
     def _note_promised(self, worker_id: MemberId) -> None:
-        """Tells the columns of the room what this router has dispatched to a worker since its last report."""
+        """Tells the columns of the room what was dispatched to a worker, and given back, since its last report."""
         workers = self._worker_columns
         if (slot := workers.member_to_slot.get(worker_id)) is not None:
             num_tokens = int(workers.pending_blocks[slot] * workers.block_size[slot])

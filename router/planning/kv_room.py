@@ -166,8 +166,8 @@ class RoomColumns:
         self._ids: list[MemberId] = []
         self._id_to_row: dict[MemberId, int] = {}
         self._ints = np.zeros((FIRST_ROWS, 5), dtype=np.int64)
-        """Holds the block size, the blocks in all, the free blocks by the last report, those that were promised since,
-        and the bytes of the inbox."""
+        """Holds the block size, the blocks in all, the free blocks by the last report, those that were promised since
+        less those that were given back, and the bytes of the inbox."""
         self._floats = np.zeros((FIRST_ROWS, 2), dtype=np.float64)
         """Holds the blocks that come back per second, and the time of the last report."""
         self._bounds: _RoomBounds | None = None
@@ -211,8 +211,8 @@ class RoomColumns:
         self._bounds = None
 
     def promise(self, worker_id: MemberId, num_tokens: int, num_sequences: int) -> None:
-        """Notes what was dispatched to a worker and is not in its last report: this many tokens of prompts, and
-        sequences, of which each may take one block more."""
+        """Notes what was dispatched to a worker and is not in its last report: this many tokens of prompts, less those
+        whose blocks were given back since, and sequences, of which each may take one block more."""
         row = self._id_to_row.get(worker_id)
         if row is not None:
             self._ints[row, 3] = -(-num_tokens // int(self._ints[row, 0])) + num_sequences
@@ -275,8 +275,11 @@ class RoomColumns:
         rows = len(self._ids)
         ints, floats = self._ints[:rows], self._floats[:rows]
         silent_s = now - floats[:, 1]
-        given_back = np.where(silent_s > self._stale_after_s, floats[:, 0] * np.maximum(silent_s, 0.0), 0.0)
-        free: npt.NDArray[np.int64] = np.minimum(ints[:, 2] - ints[:, 3] + given_back.astype(np.int64), ints[:, 1])
+        is_silent = silent_s > self._stale_after_s
+        given_back = np.where(is_silent, floats[:, 0] * np.maximum(silent_s, 0.0), 0.0)
+        # The rate of a silent worker stands for the ends that were seen too.
+        promised = np.where(is_silent, np.maximum(ints[:, 3], 0), ints[:, 3])
+        free: npt.NDArray[np.int64] = np.minimum(ints[:, 2] - promised + given_back.astype(np.int64), ints[:, 1])
         return free
 
     def _bounds_at(self, now: float) -> _RoomBounds:

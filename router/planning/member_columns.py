@@ -49,6 +49,8 @@ SAME_MOMENT_S = 0.01
 SPARE_KV_S = 0.3
 """The planner takes as many blocks of a worker for taken as its sequences give back within this time. Where all blocks
 are taken, a few requests more than expected delay all that follow, and sequences preempt each other (ADR 72)."""
+MAX_SPARE_KV = 0.1
+"""Limits these blocks, as a share of those in use."""
 MAX_SILENCE_S = 1.0
 """The planner takes a silent member for busy for as long as it has been silent, but at most for this time: the member
 is uncertain and not idle, and if all members are silent, this is the same for all."""
@@ -309,12 +311,14 @@ class WorkerColumns(SlotColumns):
 
 
 def blocks_coming(report: WorkerReport, block_size: float) -> float:
-    """Returns how many KV blocks the sequences of a worker are about to take: those for the rest of their prompts, one
-    for each sequence that decodes, and as many as sequences give back within `SPARE_KV_S`."""
+    """Returns how many KV blocks the sequences of a worker are about to take: those for the rest of their prompts
+    behind the step that was running, one for each sequence that decodes, and a margin. The margin is as many as
+    sequences give back within `SPARE_KV_S`, but no more than `MAX_SPARE_KV` of those in use."""
     engine = report.engine
-    num_uncomputed = engine.queued_tokens + engine.behind_tokens
-    blocks_per_s = engine.kv_blocks_used / report.residence_s if report.residence_s else 0.0
-    return num_uncomputed / max(block_size, 1.0) + engine.num_decoding + SPARE_KV_S * blocks_per_s
+    in_step = report.step_weighted_tokens / max(engine.queued_weighted_tokens or engine.queued_tokens, 1e-9)
+    num_uncomputed = engine.queued_tokens * max(1.0 - in_step, 0.0) + engine.behind_tokens
+    spare = min(SPARE_KV_S / report.residence_s, MAX_SPARE_KV) if report.residence_s else 0.0
+    return num_uncomputed / max(block_size, 1.0) + engine.num_decoding + spare * engine.kv_blocks_used
 
 
 def arriving_tokens(report: WorkerReport, num_behind: float) -> float:

@@ -46,7 +46,10 @@ from router.planning.report_age import Freshness, ReportAge
 MAX_PEER_LOAD_S = 30.0
 """A report that is younger by this than a dispatch of another router ends its load, as the last news may be lost."""
 OLD_QUEUE_S = 0.1
-"""The report of an encoder says more than the work that is known to be open there, unless it is older than this."""
+"""The report of an encoder says more than the work that is known to be open there, unless it is older than this or
+lacks some of that work."""
+SEVERAL_UNITS = 1.5
+"""Work at an encoder that takes so many times as long as its mean forward pass has several passes."""
 
 
 # ------------------------------------------------------------ one member
@@ -193,6 +196,13 @@ class InFlight:
         prompts = self._prompts.get(scheme)
         return None if prompts is None else prompts.depths(hashes, len(self._workers))
 
+    def num_in_use(self, worker_id: MemberId, scheme: KvScheme | None, marks: Sequence[bytes]) -> int:
+        """Returns how many leading blocks of a prompt with these marks open attempts have on a worker, or will have."""
+        slot, prompts = self._workers.member_to_slot.get(worker_id), None
+        if scheme is not None:
+            prompts = self._prompts.get(scheme)
+        return 0 if slot is None or prompts is None else prompts.depth_on(slot, marks)
+
     def chain_to(self, worker_id: MemberId, block: bytes) -> bytes:
         """Returns the hashes of the blocks from the root to `block`, if an open attempt on the worker has a prompt with
         this block, and nothing otherwise."""
@@ -317,7 +327,8 @@ class InFlight:
             at_s = max(at_s, state_at_s)  # News of another router may be older than a report.
             left_s, was_pending = self._encoders.left_s(share.slot, at_s), share.is_pending
             self._drop(attempt_id, member_id, share)
-            if was_pending or at_s - state_at_s >= OLD_QUEUE_S:
+            is_all_known = left_s <= float(self._encoders.open_units[share.slot]) + SAME_MOMENT_S
+            if at_s - state_at_s >= OLD_QUEUE_S or (was_pending and is_all_known):
                 self._note_encoded(share.slot, at_s, left_s)
         elif share is not None:
             self._drop(attempt_id, member_id, share)
@@ -436,24 +447,27 @@ class InFlight:
 
     def _note_encoded(self, slot: int, at_s: float, left_s: float) -> None:
         """Takes the work that has not ended for the queue of an encoder at `at_s`, when an encoding ended. `left_s` is
-        what was known of the queue before that. If it is less than all open work, the rest is done: of a video, for
-        example, some units."""
+        what was known of the queue before that. Work of one forward pass is whole until it ends; if less than all work
+        is left, a part of the longer work is done: of a video, for example, some units."""
         encoders = self._encoders
         if not encoders.is_reported[slot]:
             return
         encoders.empty(slot, at_s)
-        part = min(left_s / max(float(encoders.open_units[slot]), 1e-9), 1.0)
-        for share in self._slot_to_encodings.get(slot, {}).values():
+        shares = self._slot_to_encodings.get(slot, {}).values()
+        unit_s = float(encoders.unit_s[slot])
+        long_s = sum(share.units for share in shares if 0.0 < SEVERAL_UNITS * unit_s < share.units)
+        whole_s = sum(share.units for share in shares) - long_s
+        part = min(max(left_s - whole_s, 0.0) / max(long_s, 1e-9), 1.0)
+        for share in shares:
             self._settle(share)
+            left = part if 0.0 < SEVERAL_UNITS * unit_s < share.units else 1.0
             share.pended = [
-                each._replace(
-                    seconds=part * each.seconds, decode_s=part * each.decode_s, key=each.key_since(at_s), key_at_s=at_s
-                )
+                each._replace(seconds=left * each.seconds, key=each.key_since(at_s), key_at_s=at_s)
                 for each in share.encodings
             ]
             share.is_pending = True
             encoders.num_pending[slot] += 1
-            self._pend(share, part * share.units)
+            self._pend(share, left * share.units)
             for load in share.pended:
                 encoders.add_pending(slot, load.seconds, load.key, load.decode_s)
 

@@ -99,7 +99,7 @@ static double room_at_s(const Workers *all, int64_t w, const Steps *steps, doubl
     if (blocks_per_s > 0.0)
       free_s = most(free_s, lacking / blocks_per_s);
     else
-      *begin_s += seconds(steps, lacking * all->block_size[w]);
+      *begin_s += seconds(steps, least(lacking, need_blocks) * all->block_size[w]);
   }
   return free_s;
 }

@@ -381,7 +381,8 @@ def _starts(workers: WorkerColumns, queues: _Queues, need: _Need) -> tuple[Float
         is_freed = blocks_per_s > 0.0
         free_s = np.maximum(free_s, lacking / np.where(is_freed, blocks_per_s, 1.0) * is_freed)
         # A worker without a rate makes room by giving up blocks that it must compute again.
-        begin_s = begin_s + queues.seconds(lacking * workers.block_size[:num]) * ~is_freed
+        num_given_up = np.minimum(lacking, need.num_blocks) * workers.block_size[:num]
+        begin_s = begin_s + queues.seconds(num_given_up) * ~is_freed
     # What has landed for others by then fills the step that computes the last token ahead of the first medium.
     num_first = need.num_first + queues.num_shared
     num_before = np.maximum(queues.num_before_last(num_first), 0.0)

@@ -38,6 +38,15 @@ class PromisedPrompts:
             if not slots:
                 del self._hash_to_slots[mark]
 
+    def depth_on(self, slot: int, marks: Sequence[bytes]) -> int:
+        """Returns how many leading blocks of a prompt with these marks one worker computes, in steps of marks."""
+        num_marks = 0
+        for mark in marks:
+            if slot not in self._hash_to_slots.get(mark, ()):
+                break
+            num_marks += 1
+        return num_marks * _STRIDE
+
     def depths(self, hashes: bytes, num_workers: int) -> Floats | None:
         """Returns how many leading blocks of a prompt each worker computes, or None if none does."""
         depths: Floats | None = None

@@ -33,6 +33,8 @@ class Stay(NamedTuple):
 
 
 class Event(NamedTuple):
+    """An `Event` is a dispatch, an end, or the arrival of a report."""
+
     at_s: float
     order: int
     kind: str

@@ -211,6 +211,9 @@ def unsettled_searches(draw: st.DrawFn) -> RouteSearch:
             members.barred_until_s[slot] = draw(st.sampled_from([-math.inf, -math.inf, now, now + 1.0]))
             members.open_units[slot] += draw(st.sampled_from([0.0, 7.0]))
     columns.workers.delivery_s[: len(columns.workers)] = draw(seconds)
+    for slot in range(len(columns.workers)):
+        columns.workers.kv_blocks_coming[slot] = draw(st.sampled_from([0.0, 2.5, 300.0]))
+        columns.workers.pending_blocks[slot] += draw(st.sampled_from([0.0, 40.0, -8.0]))
     for slot in range(len(columns.encoders)):
         columns.encoders.forward_left_s[slot], columns.encoders.unit_s[slot] = draw(seconds), draw(seconds)
         columns.encoders.add_pending(slot, draw(seconds), draw(seconds), draw(seconds))

@@ -22,6 +22,8 @@ PATIENCE = 4.0
 
 
 class Call(NamedTuple):
+    """A `Call` is one attempt's work at the encoder. It takes several forward passes."""
+
     at_s: float
     seconds: float
     is_own: bool
@@ -64,7 +66,7 @@ class EncoderWorld:
         self.columns.add(encoder_member("e0"), 0)
         self.in_flight = InFlight(WorkerColumns(), self.columns)
         order, self.events = count(), list[tuple[float, int, Job | float]]()
-        made_s = 9.0031  # no report is made at the moment of a dispatch
+        made_s = 9.0031  # No report is made at the moment of a dispatch.
         for pause_s in [0.0, *pauses_s]:
             made_s += pause_s
             # The router knows costs and speed of an encoder from a report before it dispatches anything.
@@ -116,7 +118,7 @@ class EncoderWorld:
             1,
             acknowledged=new,
             queue_profile=tuple(profile),
-            unit_s=0.1,
+            unit_s=0.01,
             patience=PATIENCE,
             num_decode_processes=1,
         )

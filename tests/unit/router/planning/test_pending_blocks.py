@@ -9,7 +9,7 @@ from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_rep
 from fabric.contracts import ComputedNews, DispatchNews, Member, MemberId, RequestId, RouterNews
 from router.planning import ClusterState, RouteQuery
 from router.planning.block_ledger import MAX_ENDED_S, BlockLedger
-from router.planning.member_columns import SPARE_KV_S, WorkerColumns
+from router.planning.member_columns import MAX_SPARE_KV, SPARE_KV_S, WorkerColumns, blocks_coming
 
 PEER = Member(MemberId("r1"), "router", "address-r1", "h-0", 1)
 COSTS = {"prefill_s_per_token": 1e-5, "step_overhead_s": 1e-3, "max_step_tokens": 4096}
@@ -103,14 +103,14 @@ def test_an_end_that_no_report_confirms_is_forgotten() -> None:
     workers = WorkerColumns()
     workers.add(worker_member("w0"), 0)
     ledger = BlockLedger(workers)
-    for number, at_s in enumerate((0.0, MAX_ENDED_S + 2.0)):
+    for number, at_s in enumerate((0.0, 0.1, MAX_ENDED_S + 2.0)):
         attempt_id = prompt(1, f"q{number}").attempt_id
         ledger.take(0, attempt_id, 5, at_s, is_own=True)
         ledger.acknowledge(0, [attempt_id])
-        ledger.report(0, at_s)
+        ledger.report(0, 0.2)
         ledger.end(0, attempt_id, at_s + 1.0)
-    assert workers.pending_blocks[0] == -5
-    ledger.check_invariants()
+        assert workers.pending_blocks[0] == (-5, -10, -5)[number], "only the last end is younger than the limit"
+        ledger.check_invariants()
 
 
 def test_a_request_waits_for_all_that_is_promised_before_it() -> None:
@@ -120,7 +120,30 @@ def test_a_request_waits_for_all_that_is_promised_before_it() -> None:
     report(state, 1, 1.0, 1.0, **full)
     dispatch(state, prompt(10 * BLOCK_SIZE, "ahead"), 1.0)
     probe = state.plan(prompt(5 * BLOCK_SIZE, "probe"), 1.0).explanation.winner
-    assert probe.queue_s == pytest.approx((20 + 10 + 5) / 20 + SPARE_KV_S)
+    assert probe.queue_s == pytest.approx((20 + 10 + 5 + MAX_SPARE_KV * 40) / 20)
+
+
+def test_a_worker_whose_blocks_never_came_back_gives_up_no_more_than_a_prompt_needs() -> None:
+    state = cluster()
+    full = {"kv_blocks_total": 40, "kv_blocks_used": 40, "prefill_s_per_token": 1e-3}
+    state.apply(worker_report("w0", 1, step_overhead_s=1e-3, **full), 1.0)
+    probe = prompt(2 * BLOCK_SIZE, "probe")
+    waits_s = [state.plan(probe, 1.0).explanation.winner.queue_s]
+    dispatch(state, prompt(30 * BLOCK_SIZE, "ahead"), 1.0)
+    waits_s.append(state.plan(probe, 1.0).explanation.winner.queue_s)
+    ahead_s = 30 * BLOCK_SIZE * 1e-3
+    assert waits_s[0] == pytest.approx(2 * BLOCK_SIZE * 1e-3, rel=0.1)
+    assert waits_s[1] - waits_s[0] < 1.2 * ahead_s, "the tokens ahead count once"
+
+
+def test_the_blocks_of_the_running_step_are_in_use_already() -> None:
+    fields = {"queued_tokens": 20 * BLOCK_SIZE, "queued_weighted_tokens": 400.0, "behind_tokens": 3 * BLOCK_SIZE}
+    between = worker_report("w0", 1, **fields, num_decoding=2)
+    assert blocks_coming(between, BLOCK_SIZE) == 20 + 3 + 2
+    in_step = worker_report("w0", 1, **fields, step_weighted_tokens=100.0)
+    assert blocks_coming(in_step, BLOCK_SIZE) == pytest.approx(15 + 3)
+    used = worker_report("w0", 1, kv_blocks_used=60, residence_s=6.0)
+    assert blocks_coming(used, BLOCK_SIZE) == pytest.approx(SPARE_KV_S * 60 / 6.0)
 
 
 def test_a_prompt_shares_the_blocks_that_an_open_request_uses() -> None:

@@ -205,3 +205,28 @@ def test_an_encoding_that_ended_before_the_last_report_leaves_its_queue() -> Non
     assert columns.left_s(0, 10.6) == pytest.approx(2.9), "the encoding ended at 10.2, and the report is of 10.5"
     assert columns.state_at_s[0] == 10.5
     state.check_invariants()
+
+
+def test_pictures_at_a_slow_encoder_count_whole_until_they_end() -> None:
+    state = cluster("encoder")
+    late_report(state, 1, 1.0, 10.0)
+    state.apply(encoder_report("e0", 1, encode_s_per_cost=1e-3, batch_overhead_s=0.01, unit_s=0.5), 10.0)
+    requests = [query(10, image(0, digit=digit, cost=500), 10, attempt=digit) for digit in "abcd"]
+    plans = [route(state, request, 10.0) for request in requests]
+    result = EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=2.0)),))
+    state.observe_encode(plans[0], result, 12.0)
+    assert state.columns(12.0).encoders.left_s(0, 12.0) == pytest.approx(3 * 0.51, rel=0.1)
+    state.check_invariants()
+
+
+def test_work_that_only_a_fresh_report_knows_stays_when_an_encoding_ends() -> None:
+    state = cluster("encoder")
+    late_report(state, 1, 1.0, 10.0)
+    profile = [0.0] * PROFILE_LENGTH
+    add_work(profile, 5.0, key_of(5.0, 4.0, 0.0, 0))
+    fields = {"queue_profile": tuple(profile), "encode_s_per_cost": 1e-3, "patience": 4.0, "unit_s": 0.1}
+    state.apply(encoder_report("e0", 1, **fields), 10.0)
+    plan = route(state, query(10, image(0, cost=20), 10, attempt="a"), 10.005)
+    state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=0.02)),)), 10.05)
+    assert state.columns(10.05).encoders.left_s(0, 10.05) == pytest.approx(4.95)
+    state.check_invariants()
