@@ -335,6 +335,8 @@ class EncodingNews(Wire, frozen=True):
     priority: int = 0
     features: tuple[tuple[MmHash, float], ...] = ()
     """Holds the features that the encoder makes, each with the seconds until it should be complete."""
+    num_units: int = 1
+    """Counts the units of these features."""
 
 
 class ComputedNews(Wire, frozen=True):

@@ -302,18 +302,26 @@ class ClusterState:
             done: dict[MmHash, float] = {}
             for terms in own:
                 done.setdefault(terms.mm_hash, now + terms.landing_s - terms.transfer_s)
-            share = self._encoder_share(slot, seconds, decode_s, done, now, priority)
+            num_units = sum(terms.num_units for terms in own if not terms.is_cached)
+            share = self._encoder_share(slot, seconds, decode_s, done, now, priority, num_units)
             self._in_flight.add_encoder(attempt_id, encoder_id, share, now)
             self.news.encoding(attempt_id, encoder_id, share, priority, now)
 
     def _encoder_share(
-        self, slot: int, seconds: float, decode_s: float, done: Mapping[MmHash, float], at_s: float, priority: int
+        self,
+        slot: int,
+        seconds: float,
+        decode_s: float,
+        done: Mapping[MmHash, float],
+        at_s: float,
+        priority: int,
+        num_units: int,
     ) -> EncoderShare:
         """Returns work that was sent at `at_s` to the encoder of a slot."""
         encoders = self._encoder_columns
         state_at_s = float(encoders.state_at_s[slot]) if encoders.is_reported[slot] else at_s
         key = key_of(seconds, float(encoders.patience[slot]), at_s - state_at_s, priority)
-        return EncoderShare(seconds, key, decode_s, done, state_at_s)
+        return EncoderShare(seconds, key, decode_s, done, state_at_s, num_units)
 
     def note_encoding_ended(self, attempt_id: AttemptId, encoder_id: MemberId, now: float) -> None:
         """Records that the attempt's work on an encoder ended, with or without success. A second call does nothing."""
@@ -349,7 +357,7 @@ class ClusterState:
             if (slot := self._encoder_columns.member_to_slot.get(work.encoder_id)) is None:
                 continue
             done = {mm_hash: now + left_s for mm_hash, left_s in work.features}
-            share = self._encoder_share(slot, work.seconds, work.decode_s, done, at_s, work.priority)
+            share = self._encoder_share(slot, work.seconds, work.decode_s, done, at_s, work.priority, work.num_units)
             self._in_flight.add_encoder(attempt_id, work.encoder_id, share, at_s, router_id)
             self._peers.add(router_id, attempt_id)
         for computed in news.computed:

@@ -251,6 +251,7 @@ def _item_terms(
                 item.cost,
                 int(num_bytes),
                 item.modality,
+                num_units=len(item.unit_tokens),
             )
         )
     return tuple(found)

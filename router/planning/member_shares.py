@@ -42,6 +42,8 @@ class EncoderShare(NamedTuple):
     """Maps each feature that the encoder makes to the time on the router's clock at which it should be complete."""
     key_at_s: float = 0.0
     """Holds the moment to which the key is relative."""
+    num_units: int = 1
+    """Counts the units that the encoder makes, one after the other."""
 
     def key_since(self, at_s: float) -> float:
         """Returns the key relative to another moment."""

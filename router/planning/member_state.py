@@ -48,8 +48,6 @@ MAX_PEER_LOAD_S = 30.0
 OLD_QUEUE_S = 0.1
 """The report of an encoder says more than the work that is known to be open there, unless it is older than this or
 lacks some of that work."""
-SEVERAL_UNITS = 1.5
-"""Work at an encoder that takes so many times as long as its mean forward pass has several passes."""
 
 
 # ------------------------------------------------------------ one member
@@ -447,20 +445,19 @@ class InFlight:
 
     def _note_encoded(self, slot: int, at_s: float, left_s: float) -> None:
         """Takes the work that has not ended for the queue of an encoder at `at_s`, when an encoding ended. `left_s` is
-        what was known of the queue before that. Work of one forward pass is whole until it ends; if less than all work
-        is left, a part of the longer work is done: of a video, for example, some units."""
+        what was known of the queue before that. Work of one unit is whole until it ends; if less than all work is left,
+        some units of other work are done, as of a video."""
         encoders = self._encoders
         if not encoders.is_reported[slot]:
             return
         encoders.empty(slot, at_s)
         shares = self._slot_to_encodings.get(slot, {}).values()
-        unit_s = float(encoders.unit_s[slot])
-        long_s = sum(share.units for share in shares if 0.0 < SEVERAL_UNITS * unit_s < share.units)
+        long_s = sum(share.units for share in shares if share.has_several_units)
         whole_s = sum(share.units for share in shares) - long_s
         part = min(max(left_s - whole_s, 0.0) / max(long_s, 1e-9), 1.0)
         for share in shares:
             self._settle(share)
-            left = part if 0.0 < SEVERAL_UNITS * unit_s < share.units else 1.0
+            left = part if share.has_several_units else 1.0
             share.pended = [
                 each._replace(seconds=left * each.seconds, key=each.key_since(at_s), key_at_s=at_s)
                 for each in share.encodings
@@ -556,6 +553,11 @@ class _Share:
     marks: Sequence[bytes] = ()
     hashes: bytes = b""
     """Holds the hashes of all full blocks of the prompt."""
+
+    @property
+    def has_several_units(self) -> bool:
+        """Says whether an encoder makes the features of the attempt one after the other."""
+        return sum(each.num_units for each in self.encodings) > 1
 
 
 @dataclass(slots=True, eq=False)

@@ -116,6 +116,7 @@ class NewsLog:
                     share.decode_s,
                     priority,
                     tuple((mm_hash, done_s - now) for mm_hash, done_s in share.hash_to_done_s.items()),
+                    share.num_units,
                 )
                 for at_s, attempt_id, encoder_id, share, priority in self._encodings
             ),

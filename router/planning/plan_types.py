@@ -191,6 +191,8 @@ class ItemTerms(msgspec.Struct, frozen=True):
     modality: str = ""
     fetch_s: float = 0.0
     """This is the time until the medium's bytes are at the router; it is 0 for bytes that came with the request."""
+    num_units: int = 1
+    """Counts the parts that are encoded one after the other."""
 
     @classmethod
     def twin(cls, item: MediaItem, encoder_id: MemberId, landing_s: float) -> ItemTerms:

@@ -478,6 +478,7 @@ class RouteSearch:
                     cost=item.cost,
                     num_bytes=int(problem.unit_bytes[units].sum()),
                     modality=item.modality,
+                    num_units=len(item.unit_tokens),
                 )
             )
         return tuple(found)

@@ -22,7 +22,7 @@ PATIENCE = 4.0
 
 
 class Call(NamedTuple):
-    """A `Call` is one attempt's work at the encoder. It takes several forward passes."""
+    """A `Call` is one attempt's work at the encoder. It has many units."""
 
     at_s: float
     seconds: float
@@ -96,7 +96,9 @@ class EncoderWorld:
         self.begun.add(job.attempt_id)
         state_at_s = float(self.columns.state_at_s[0])
         seconds = job.call.seconds
-        share = EncoderShare(seconds, key_of(seconds, PATIENCE, now - state_at_s, 0), 0.0, {}, state_at_s)
+        share = EncoderShare(
+            seconds, key_of(seconds, PATIENCE, now - state_at_s, 0), 0.0, {}, state_at_s, num_units=100
+        )
         self.in_flight.add_encoder(job.attempt_id, ENCODER, share, now, None if job.call.is_own else PEER)
 
     def take_report(self, made_s: float, now: float) -> None:
@@ -118,7 +120,7 @@ class EncoderWorld:
             1,
             acknowledged=new,
             queue_profile=tuple(profile),
-            unit_s=0.01,
+            unit_s=0.1,
             patience=PATIENCE,
             num_decode_processes=1,
         )

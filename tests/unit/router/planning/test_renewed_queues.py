@@ -210,7 +210,7 @@ def test_an_encoding_that_ended_before_the_last_report_leaves_its_queue() -> Non
 def test_pictures_at_a_slow_encoder_count_whole_until_they_end() -> None:
     state = cluster("encoder")
     late_report(state, 1, 1.0, 10.0)
-    state.apply(encoder_report("e0", 1, encode_s_per_cost=1e-3, batch_overhead_s=0.01, unit_s=0.5), 10.0)
+    state.apply(encoder_report("e0", 1, encode_s_per_cost=1e-3, batch_overhead_s=0.01), 10.0)
     requests = [query(10, image(0, digit=digit, cost=500), 10, attempt=digit) for digit in "abcd"]
     plans = [route(state, request, 10.0) for request in requests]
     result = EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=2.0)),))
