@@ -68,6 +68,7 @@ class BlockLedger:
             return
         book.ended[attempt_id], entry.ended_s = entry, at_s
         self._count(slot, entry, book.state_at_s)
+        # Each end looks at the two oldest ones, so that fewer come than can go.
         for old_id, old in list(islice(book.ended.items(), 2)):
             if old.ended_s is not None and old.ended_s < at_s - MAX_ENDED_S:
                 self._workers.pending_blocks[slot] -= old.counted

@@ -498,8 +498,8 @@ class InFlight:
     def _drop(self, attempt_id: AttemptId, member_id: MemberId, share: _Share) -> None:
         if share.columns is self._workers:
             self._blocks.forget_open(share.slot, attempt_id)
-        if share.columns is self._workers and not share.is_computed and not share.pending_units:
-            self._take_from_queue(share)
+            if not share.is_computed and not share.pending_units:
+                self._take_from_queue(share)
         self._settle(share)
         self._forget_awaited(attempt_id, share)
         columns, slot = share.columns, share.slot
@@ -547,7 +547,7 @@ class _Share:
     encodings: list[EncoderShare] = field(default_factory=list)
     """Holds the work on an encoder."""
     pended: list[EncoderShare] = field(default_factory=list)
-    """Holds what of it is pending."""
+    """Holds the part of that work which is pending."""
     flights: list[MmHash] = field(default_factory=list)
     prompts: PromisedPrompts | None = None
     marks: Sequence[bytes] = ()
@@ -556,7 +556,7 @@ class _Share:
 
     @property
     def has_several_units(self) -> bool:
-        """Says whether an encoder makes the features of the attempt one after the other."""
+        """Says whether the work on an encoder has several units, so that a part of it may be done."""
         return sum(each.num_units for each in self.encodings) > 1
 
 

@@ -39,7 +39,8 @@ class PromisedPrompts:
                 del self._hash_to_slots[mark]
 
     def depth_on(self, slot: int, marks: Sequence[bytes]) -> int:
-        """Returns how many leading blocks of a prompt with these marks one worker computes, in steps of marks."""
+        """Returns how many leading blocks of a prompt with these marks one worker computes. It counts
+        whole marks only, so the number is a multiple of eight."""
         num_marks = 0
         for mark in marks:
             if slot not in self._hash_to_slots.get(mark, ()):

@@ -4,6 +4,7 @@ reports come in between and however late they are."""
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 from itertools import accumulate, count, islice, pairwise
 from math import inf
 from typing import NamedTuple
@@ -76,8 +77,9 @@ class EncoderWorld:
             heapq.heappush(self.events, (job.end_s, next(order), job))
         self.acknowledged_s, self.begun = 0.0, set[AttemptId]()
 
-    def run(self) -> None:
-        """Plays all events, and compares what the router knows after each of them with the truth."""
+    def play(self) -> Iterator[tuple[float, float, float]]:
+        """Plays all events. After each of them, yields its moment, the work that is left at the encoder, and what the
+        router knows of that, all in seconds."""
         while self.events:
             now, _, event = heapq.heappop(self.events)
             if isinstance(event, float):
@@ -88,9 +90,7 @@ class EncoderWorld:
                 self.dispatch(event, now)
             self.in_flight.check_invariants()
             left_s = sum(job.left_s(now) for job in self.jobs if job.attempt_id in self.begun)
-            known_s = self.columns.left_s(0, now)
-            assert abs(known_s - left_s) <= SAME_MOMENT_S + 1e-6, (now, known_s, left_s)
-        assert self.columns.num_open[0] == self.columns.num_pending[0] == self.columns.pending_units[0] == 0.0
+            yield now, left_s, self.columns.left_s(0, now)
 
     def dispatch(self, job: Job, now: float) -> None:
         self.begun.add(job.attempt_id)
@@ -140,4 +140,8 @@ def test_the_work_left_at_an_encoder_is_known(
 ) -> None:
     arrivals = accumulate((pause_s for pause_s, _, _ in calls), initial=10.0)
     timed = [Call(at_s, *call[1:]) for at_s, call in zip(islice(arrivals, 1, None), calls, strict=True)]
-    EncoderWorld(timed, pauses_s, late_s).run()
+    world = EncoderWorld(timed, pauses_s, late_s)
+    for now, left_s, known_s in world.play():
+        assert abs(known_s - left_s) <= SAME_MOMENT_S + 1e-6, (now, known_s, left_s)
+    encoders = world.columns
+    assert encoders.num_open[0] == encoders.num_pending[0] == encoders.pending_units[0] == 0.0

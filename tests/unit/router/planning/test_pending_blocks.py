@@ -9,6 +9,7 @@ from planning_samples import BLOCK_SIZE, SHAPE, query, worker_member, worker_rep
 from fabric.contracts import ComputedNews, DispatchNews, Member, MemberId, RequestId, RouterNews
 from router.planning import ClusterState, RouteQuery
 from router.planning.block_ledger import MAX_ENDED_S, BlockLedger
+from router.planning.kv_room import RoomNeed
 from router.planning.member_columns import MAX_SPARE_KV, SPARE_KV_S, WorkerColumns, blocks_coming
 
 PEER = Member(MemberId("r1"), "router", "address-r1", "h-0", 1)
@@ -144,6 +145,18 @@ def test_the_blocks_of_the_running_step_are_in_use_already() -> None:
     assert blocks_coming(in_step, BLOCK_SIZE) == pytest.approx(15 + 3)
     used = worker_report("w0", 1, kv_blocks_used=60, residence_s=6.0)
     assert blocks_coming(used, BLOCK_SIZE) == pytest.approx(SPARE_KV_S * 60 / 6.0)
+
+
+def test_a_silent_worker_gives_no_block_back_twice() -> None:
+    """Its sequences gave back a block per second. One of 10 blocks has ended, which stands for some of these."""
+    state = cluster()
+    request = prompt(10 * BLOCK_SIZE, "ended")
+    dispatch(state, request, 1.0)
+    fields = {"kv_blocks_total": 40, "kv_blocks_used": 30, "residence_s": 30.0}
+    report(state, 1, 1.1, 1.1, acknowledged=(request.attempt_id,), **fields)
+    state.note_ended(request.attempt_id, 1.5)
+    for num_blocks, now, verdict in ((20, 2.0, "now"), (16, 6.2, "later"), (15, 6.2, "now")):
+        assert state.room(RoomNeed(num_blocks * BLOCK_SIZE), frozenset(), now).verdict == verdict
 
 
 def test_a_prompt_shares_the_blocks_that_an_open_request_uses() -> None:

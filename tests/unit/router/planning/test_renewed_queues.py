@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from planning_samples import (
     BLOCK_SIZE,
@@ -169,18 +170,23 @@ def test_the_computed_part_of_a_prompt_that_awaits_features_is_not_ahead_again()
     state.check_invariants()
 
 
-def test_the_end_of_an_encoding_replaces_an_old_report() -> None:
-    state = cluster("encoder")
+def routed_pictures(state: ClusterState, digits: str) -> list[RoutePlan]:
+    """Routes requests with a picture each at 10 s, which takes 0.51 s to encode, to an encoder that is idle."""
     late_report(state, 1, 1.0, 10.0)
     state.apply(encoder_report("e0", 1, encode_s_per_cost=1e-3, batch_overhead_s=0.01), 10.0)
-    requests = [query(10, image(0, digit=digit, cost=500), 10, attempt=digit) for digit in "ab"]
-    plans = [route(state, request, 10.0) for request in requests]
-    for request, plan in zip(requests, plans, strict=True):
-        (item,) = plan.explanation.winner.items
-        assert item.encode_s == pytest.approx(0.51, rel=0.1)
-        result = EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=item.encode_s)),))
-        if request is requests[0]:
-            state.observe_encode(plan, result, 10.5)
+    return [route(state, query(10, image(0, digit=digit, cost=500), 10, attempt=digit), 10.0) for digit in digits]
+
+
+def note_encoded(state: ClusterState, plan: RoutePlan, encode_s: float, now: float) -> None:
+    state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=encode_s)),)), now)
+
+
+def test_the_end_of_an_encoding_replaces_an_old_report() -> None:
+    state = cluster("encoder")
+    first, _ = routed_pictures(state, "ab")
+    (item,) = first.explanation.winner.items
+    assert item.encode_s == pytest.approx(0.51, rel=0.1)
+    note_encoded(state, first, item.encode_s, 10.5)
     probe = query(10, image(0, digit="c", cost=2000), 10, attempt="probe")
     (item,) = state.plan(probe, 10.5).explanation.winner.items
     assert item.wait_s == pytest.approx(0.51, rel=0.15), "the second one has just begun"
@@ -209,13 +215,31 @@ def test_an_encoding_that_ended_before_the_last_report_leaves_its_queue() -> Non
 
 def test_pictures_at_a_slow_encoder_count_whole_until_they_end() -> None:
     state = cluster("encoder")
-    late_report(state, 1, 1.0, 10.0)
-    state.apply(encoder_report("e0", 1, encode_s_per_cost=1e-3, batch_overhead_s=0.01), 10.0)
-    requests = [query(10, image(0, digit=digit, cost=500), 10, attempt=digit) for digit in "abcd"]
-    plans = [route(state, request, 10.0) for request in requests]
-    result = EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=2.0)),))
-    state.observe_encode(plans[0], result, 12.0)
+    first, *_ = routed_pictures(state, "abcd")
+    note_encoded(state, first, 2.0, 12.0)
     assert state.columns(12.0).encoders.left_s(0, 12.0) == pytest.approx(3 * 0.51, rel=0.1)
+    state.check_invariants()
+
+
+def test_the_units_of_a_video_that_are_done_are_not_ahead_again() -> None:
+    state = cluster("encoder")
+    state.news.start(lambda: None)
+    late_report(state, 1, 1.0, 10.0)
+    fields = {"encode_s_per_cost": 1e-3, "batch_overhead_s": 0.01}
+    state.apply(encoder_report("e0", 1, **fields), 10.0)
+    video = msgspec.structs.replace(image(0, digit="f", cost=1000), unit_tokens=(4, 4))
+    first = route(state, query(10, video, 10, attempt="video"), 10.0)
+    (work_s,) = [item.encode_s for item in first.explanation.winner.items]
+    news = state.news.take(MemberId("r0"), 10.0)
+    assert news is not None
+    assert [each.num_units for each in news.encodings] == [2], "other routers are told"
+    profile = [0.0] * PROFILE_LENGTH
+    add_work(profile, work_s - 0.6, key_of(work_s, 4.0, -0.6, 0))
+    state.apply(encoder_report("e0", 2, queue_profile=tuple(profile), acknowledged=(first.attempt_id,), **fields), 10.6)
+    picture = route(state, query(10, image(0, digit="a", cost=100), 10, attempt="picture"), 10.6)
+    note_encoded(state, picture, 0.11, 10.75)
+    left_s = state.columns(10.75).encoders.left_s(0, 10.75)
+    assert left_s == pytest.approx(work_s - 0.6 + 0.11 - 0.15, abs=0.01), "the video does not count whole"
     state.check_invariants()
 
 
@@ -227,6 +251,6 @@ def test_work_that_only_a_fresh_report_knows_stays_when_an_encoding_ends() -> No
     fields = {"queue_profile": tuple(profile), "encode_s_per_cost": 1e-3, "patience": 4.0, "unit_s": 0.1}
     state.apply(encoder_report("e0", 1, **fields), 10.0)
     plan = route(state, query(10, image(0, cost=20), 10, attempt="a"), 10.005)
-    state.observe_encode(plan, EncodeResult("e0", (ItemResult(0, StageTimes(encode_s=0.02)),)), 10.05)
+    note_encoded(state, plan, 0.02, 10.05)
     assert state.columns(10.05).encoders.left_s(0, 10.05) == pytest.approx(4.95)
     state.check_invariants()
