@@ -1,8 +1,8 @@
 """Turns a config file into a running cluster, and holds the demo model.
 
-`cli` is the command `weft`. `config` defines the config file, `compute_dtype` settles the dtype that it asks for,
-`sizing/` computes the memory that it takes, `topology` finds out what a member runs on, and `compose` builds each
-service; `compose` is the only place where encoders, workers and routers meet. `ray/` runs the services on Ray Serve,
+`cli` is the command `weft`. `config` defines the config, `config_file` reads it, `compute_dtype` settles the dtype that
+it asks for, `sizing/` computes the memory that it takes, `topology` finds out what a member runs on, and `compose`
+builds each service; `compose` is the only place where encoders, workers and routers meet. `ray/` runs the services on Ray Serve,
 with `supervisor` around it to receive signals; `local` runs them in one process. `ranks` starts the rank processes of a
 worker, and `http_server` serves a router's HTTP API. `process_setup` and `logs` prepare each process. `demo/` draws,
 trains, measures and asks the demo model, and `testing/` has what the tests of a plugin need.

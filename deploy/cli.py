@@ -14,7 +14,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploy.config import ClusterConfig, check_config, load_config
+from deploy.config import ClusterConfig
+from deploy.config_file import check_config, load_config
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
 from deploy.process_setup import freeze_what_lives, set_switches
 from deploy.sizing import budget_lines, check_budget

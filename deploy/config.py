@@ -1,12 +1,10 @@
-"""Defines the cluster's configuration: one frozen tree of sections, parsed from YAML.
+"""Defines the cluster's configuration: one frozen tree of sections.
 
 `ClusterConfig` is the whole tree, and each section says in its fields what a key means and states limits; defaults come
-from the config class of the part that uses the key (`default_of`). `load_config` and `check_config` read a file, refuse
-unknown and duplicate keys, and list every problem with its line. For that the last part of the module parses YAML
-together with the place of every key; it stands here because nothing else reads YAML.
+from the config class of the part that uses the key (`default_of`).
 
-Nothing reads the configuration from the environment. The module knows nothing of how a cluster is built: `compose.py`
-hands each part what it needs as a small config of that part.
+Nothing reads the configuration from the environment. The module knows nothing of files (`config_file.py` reads them),
+or of how a cluster is built: `compose.py` hands each part what it needs as a small config of that part.
 """
 
 from __future__ import annotations
@@ -14,21 +12,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
-from fabric.contracts import ConfigError
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
-from router.api import describe_flaw, shown
 from router.planning import LinkClass, PlannerSettings
 from router.router_config import ANONYMOUS, RouterConfig, Tenant
 
@@ -68,14 +61,16 @@ def default_of(owner: type, name: str) -> Any:
     return default
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
+    """A `Section` is a part of the config. Unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 # ------------------------------------------------------------ sections
 
 
-class ModelSection(_Section):
+class ModelSection(Section):
     path: Path | None = None
     """Names a transformers model directory; None means the demo model."""
     name: str | None = None
@@ -85,7 +80,7 @@ class ModelSection(_Section):
     everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
 
 
-class ServerSection(_Section):
+class ServerSection(Section):
     host: str = "127.0.0.1"
     """Names the address on which the routers listen; `0.0.0.0` listens on all addresses of the machine."""
     port: int = Field(8000, ge=0, le=65535)
@@ -97,7 +92,7 @@ class ServerSection(_Section):
     answered 503."""
 
 
-class LinkEndSection(_Section):
+class LinkEndSection(Section):
     """Selects members at one end of a link. Patterns may contain `*`, `?` and `[...]`; all of them must match."""
 
     member: str = Field("*", min_length=1)
@@ -110,7 +105,7 @@ class LinkEndSection(_Section):
     """Maps names of node labels to patterns; a member without such a label is not selected."""
 
 
-class LinkSection(_Section):
+class LinkSection(Section):
     """States the class of the links over which features travel from some encoders to some workers."""
 
     source: LinkEndSection = Field(LinkEndSection(), alias="from")
@@ -127,7 +122,7 @@ class LinkSection(_Section):
         return self
 
 
-class RouterSection(_Section):
+class RouterSection(Section):
     replicas: int = Field(1, ge=1)
     """Sets the number of routers."""
     max_in_flight: int = Field(default_of(RouterConfig, "max_in_flight"), ge=1)
@@ -174,7 +169,7 @@ class RouterSection(_Section):
     its machine. The first entry that fits a pair counts."""
 
 
-class TenantSection(_Section):
+class TenantSection(Section):
     """Describes a party that sends requests. Each limit holds in each router; without one, that of the router holds."""
 
     api_key_digests: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
@@ -208,7 +203,7 @@ def _check_modality(name: str) -> str:
 Modality = Annotated[str, AfterValidator(_check_modality)]
 
 
-class MediaSection(_Section):
+class MediaSection(Section):
     """Says which media clients may send, how media are sampled where a request does not say, and what happens when
     encoding fails."""
 
@@ -269,7 +264,7 @@ def _for_all(value: object) -> object:
     return dict.fromkeys(REGISTRY.modalities, value) if is_number else value
 
 
-class EncoderSection(_Section):
+class EncoderSection(Section):
     replicas: int = Field(1, ge=0)
     """Sets the number of encoders. With 0 the cluster takes text only."""
     modalities: tuple[Modality, ...] | None = Field(None, min_length=1)
@@ -314,7 +309,7 @@ class EncoderSection(_Section):
     """Adds this to `encode_delay_s` for each patch (or mel frame) of a forward pass."""
 
 
-class SpeculationSection(_Section):
+class SpeculationSection(Section):
     """Configures prompt lookup: workers guess tokens from a request's own text and check them in the same step. It
     changes no answer."""
 
@@ -334,7 +329,7 @@ class SpeculationSection(_Section):
         return self
 
 
-class WorkerSection(_Section):
+class WorkerSection(Section):
     replicas: int = Field(1, ge=1)
     """Sets the number of workers."""
     device: Device = "cpu"
@@ -385,7 +380,7 @@ class WorkerSection(_Section):
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
-class LoggingSection(_Section):
+class LoggingSection(Section):
     level: LogLevel = "info"
     """Sets the level of Weft's own modules; libraries log from `warning` on."""
     levels: dict[str, LogLevel] = {}
@@ -401,7 +396,7 @@ class LoggingSection(_Section):
     """A log file that grows beyond this size is put aside and a new one begins; the last three are kept."""
 
 
-class RaySection(_Section):
+class RaySection(Section):
     address: str | None = None
     """Names an existing Ray cluster; None starts one on this machine for as long as `weft serve` runs."""
     cluster_name: str = Field("weft", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
@@ -411,7 +406,7 @@ class RaySection(_Section):
     """Holds the files of a Ray that `weft serve` starts; None means the folder for temporary files."""
 
 
-class ClusterConfig(_Section):
+class ClusterConfig(Section):
     """Configures one model with its router, encoders and workers."""
 
     model: ModelSection = ModelSection()
@@ -459,142 +454,3 @@ class ClusterConfig(_Section):
                     f"{name}.gpus_per_replica is {gpus:g}, which shares a GPU; allow this with allow_shared_gpu: true"
                 )
         return self
-
-
-# ------------------------------------------------------------ reading a file
-
-KeyPath = tuple[str | int, ...]
-
-
-class Mark(NamedTuple):
-    """A `Mark` is a place in a file; line and column count from 1."""
-
-    line: int
-    column: int
-
-
-class Problem(_Section):
-    """A `Problem` is one thing that is wrong with a config file, and where it is."""
-
-    mark: Mark | None
-    key: str
-    message: str
-
-    def __str__(self) -> str:
-        where = f"line {self.mark.line}, column {self.mark.column}: " if self.mark else ""
-        return f"{where}{self.key or '(file)'}: {self.message}"
-
-
-def load_config(path: Path | None) -> ClusterConfig:
-    """Loads the config from a file, or the laptop default if `path` is None. Raises ConfigError that lists every
-    problem."""
-    path = path or Path(__file__).parent / "configs" / "laptop.yaml"
-    try:
-        text = path.read_text()
-    except OSError as error:
-        raise ConfigError(f"the config file {path} can't be read: {error.strerror}") from error
-    config, problems = check_config(text)
-    if config is None:
-        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
-    return config
-
-
-def check_config(text: str) -> tuple[ClusterConfig | None, list[Problem]]:
-    """Parses and validates the text of a config file. Returns the config, or every problem that was found with its line
-    and key."""
-    try:
-        data, marks = parse_with_marks(text)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        at = Mark(line=mark.line + 1, column=mark.column + 1) if mark else None
-        return None, [Problem(mark=at, key="", message=f"the file is not valid YAML: {error.problem or error}")]
-    if data is None:
-        data = {}
-    if not isinstance(data, dict):
-        return None, [
-            Problem(
-                mark=Mark(line=1, column=1), key="", message=f"the file must be a mapping of keys, not {shown(data)}"
-            )
-        ]
-    try:
-        return ClusterConfig.model_validate(data), []
-    except ValidationError as error:
-        return None, [_problem(item, marks) for item in error.errors()]
-
-
-def _problem(item: ErrorDetails, marks: dict[tuple[str | int, ...], Mark]) -> Problem:
-    location = item["loc"]
-    message = _unknown_key(location) if item["type"] == "extra_forbidden" else describe_flaw(item, "the value")
-    return Problem(mark=locate(location, marks), key=".".join(map(str, location)), message=message)
-
-
-def _unknown_key(location: tuple[str | int, ...]) -> str:
-    import difflib
-
-    fields = keys_of(ClusterConfig)
-    for step in location[:-1]:
-        # A tenant's name is a key that the file's author has chosen, and the place in a list is a number.
-        if step in fields:
-            section = section_in(fields[str(step)].annotation)
-            assert section is not None
-            fields = keys_of(section)
-    near = difflib.get_close_matches(str(location[-1]), fields, n=1)
-    hint = f"; did you mean {near[0]}?" if near else f"; known keys are {', '.join(fields)}"
-    return f"the key is unknown{hint}"
-
-
-def keys_of(section: type[BaseModel]) -> dict[str, FieldInfo]:
-    """Maps the keys of a section, as a file writes them, to its fields."""
-    return {field.alias or name: field for name, field in section.model_fields.items()}
-
-
-def section_in(annotation: Any) -> type[BaseModel] | None:
-    """Returns the section that a key holds, alone or in a list, or None if it holds none."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    inner = (section_in(each) for each in get_args(annotation))
-    return next((section for section in inner if section is not None), None)
-
-
-def parse_with_marks(text: str) -> tuple[object, dict[KeyPath, Mark]]:
-    """Returns the data, and the mark of every key and list element by its path. Raises yaml.MarkedYAMLError if the text
-    is not valid YAML or has a duplicate key."""
-    loader = yaml.SafeLoader(text)
-    try:
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        marks: dict[KeyPath, Mark] = {}
-        _collect(node, (), marks)
-        return loader.construct_document(node), marks
-    finally:
-        loader.dispose()
-
-
-def _collect(node: yaml.Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            inner = (*path, str(key.value))
-            if inner in marks:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} occurs twice", key.start_mark
-                )
-            marks[inner] = _mark(key)
-            _collect(value, inner, marks)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            marks[(*path, index)] = _mark(value)
-            _collect(value, (*path, index), marks)
-
-
-def _mark(node: yaml.Node) -> Mark:
-    return Mark(node.start_mark.line + 1, node.start_mark.column + 1)
-
-
-def locate(path: KeyPath, marks: dict[KeyPath, Mark]) -> Mark | None:
-    """Returns the mark of a path, or that of the nearest mapping or list around it. Returns None if there is none."""
-    while path:
-        if path in marks:
-            return marks[path]
-        path = path[:-1]
-    return None

@@ -22,6 +22,7 @@ from prometheus_client.core import Metric
 from pydantic import BaseModel
 
 from deploy import config as cluster_config
+from deploy.config_file import section_in
 from fabric.contracts import errors
 from router.api import status_of
 from router.observe import PlannerSeries, RouterMetrics
@@ -128,7 +129,7 @@ def config_keys(section: type[BaseModel] = cluster_config.ClusterConfig, prefix:
     meanings = inherited_docstrings(section) | field_docstrings(section)
     for name, field in section.model_fields.items():
         key, annotation = field.alias or name, field.annotation
-        inner = cluster_config.section_in(annotation)
+        inner = section_in(annotation)
         if inner is not None and inner is annotation:
             yield from config_keys(inner, f"{prefix}{key}.")
             continue
@@ -160,7 +161,7 @@ def configuration() -> str:
     for name, keys in sections.items():
         heading = f"`{name}`" if name else "Other keys"
         field = cluster_config.ClusterConfig.model_fields.get(name)
-        intro = _own_docstring(cluster_config.section_in(field.annotation)) if field is not None else ""
+        intro = _own_docstring(section_in(field.annotation)) if field is not None else ""
         rows = [
             (f'<a id="{key.path}"></a>`{key.path.removeprefix(name + ".")}`', *key[1:4], _capitalised(key.meaning))
             for key in keys

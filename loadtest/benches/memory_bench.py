@@ -23,7 +23,8 @@ import httpx
 import numpy as np
 from PIL import Image
 
-from deploy.config import ClusterConfig, load_config
+from deploy.config import ClusterConfig
+from deploy.config_file import load_config
 from loadtest.benches.bench_result import Bar, BenchResult
 
 NUM_REQUESTS = 2000

@@ -14,7 +14,8 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from deploy.config import ClusterConfig, load_config
+from deploy.config import ClusterConfig
+from deploy.config_file import load_config
 from fabric.contracts import FeatureTicket
 from loadtest.benches.bench_result import Bar, BenchResult
 from loadtest.benches.chat_load import BenchLoad, Measured, run_load, worker_of

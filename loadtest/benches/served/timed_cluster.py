@@ -19,7 +19,8 @@ from typing import NamedTuple, TypeVar
 
 import httpx
 
-from deploy.config import ClusterConfig, load_config
+from deploy.config import ClusterConfig
+from deploy.config_file import load_config
 from fabric.contracts import context_scale_tokens, weighted_tokens
 from loadtest.benches.served.ideal_times import IdealRequest, IdealSpan, IdealUnit
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, TimedChat, send_each

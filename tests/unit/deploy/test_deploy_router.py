@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from deploy.compose import build_router, load_model
-from deploy.config import ClusterConfig, check_config
+from deploy.config import ClusterConfig
+from deploy.config_file import check_config
 from deploy.demo.build import write_all_but_weights
 from deploy.testing import FakePools
 from fabric.contracts import MemberId
