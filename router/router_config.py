@@ -58,6 +58,8 @@ class RouterConfig:
     """Limits how long a request waits in all for workers, and for encoders of its media, that are not there."""
     block_size: int
     """This is the number of tokens per KV block. It must equal the workers' own, or the router never finds a prefix."""
+    system_fingerprint: str = ""
+    """Names the version of Weft and of the model in answers; it is left out if it is empty."""
     feature_itemsize: int = 4
     """This is the size in bytes of one number of a feature, for the planner's estimate of transfers."""
     max_body_bytes: int = 32 * MIB

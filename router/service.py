@@ -1,4 +1,4 @@
-"""The router service takes chat requests, renews the router's leases at members, and keeps its view of the cluster.
+"""The router service takes requests, renews the router's leases at members, and keeps its view of the cluster.
 
 It runs in one event loop, without Ray and without HTTP. It makes no decisions itself: `PromptBuilder`, the planner and
 the requests' runs do.
@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from fabric.contracts import (
     Aborted,
@@ -37,14 +38,14 @@ from fabric.contracts import (
 from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
-from router.api import ChatRequest
+from router.api import ChatRequest, GenerationFields
 from router.cost_file import CostFile
 from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.peer_feed import PeerFeed
 from router.planning import ClusterState, SavedCosts
-from router.prompt import Draft, Prompt, PromptBuilder
-from router.router_config import RouterConfig, Tenant
+from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest
+from router.router_config import Policy, RouterConfig, Tenant
 from router.run import (
     Admission,
     CapacityGate,
@@ -61,6 +62,8 @@ from router.run import (
 )
 
 _LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+R = TypeVar("R", bound=GenerationFields)
 STOP_TIMEOUT_S = 5.0
 MAX_JOINS_PER_TURN = 50
 """Limits the members that one turn of the event loop adds to the router's view."""
@@ -251,6 +254,10 @@ class RouterService:
         """Returns the bytes of a token as a client sees it; for a control token these are the bytes of its name."""
         return token_bytes(self._codec, token_id)
 
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids as a client sees it."""
+        return self._codec.decode(token_ids)
+
     @property
     def cluster(self) -> ClusterState:
         """Returns what the router believes about the cluster. Callers may only read it."""
@@ -269,26 +276,33 @@ class RouterService:
         name, service_class = ("unknown", "unknown") if tenant is None else (tenant.name, tenant.service_class)
         metrics.admissions.labels(name, service_class, error.code).inc()
 
-    async def parse(self, body: bytes) -> ChatRequest:
-        """Parses a request's JSON. Raises InvalidRequest."""
-        return await self._prompt_builder.parse(body)
+    async def parse(self, read: Callable[[bytes], T], body: bytes) -> T:
+        """Returns what `read` makes of a request's body. Raises the InvalidRequest that `read` raises."""
+        return await self._prompt_builder.parse(read, body)
 
-    async def open(self, chat: ChatRequest, ticket: Ticket | None = None, label: str | None = None) -> RequestStream:
+    async def open(
+        self,
+        request: PromptRequest,
+        ticket: Ticket | None = None,
+        label: str | None = None,
+        news: asyncio.Event | None = None,
+    ) -> RequestStream:
         """Starts a request. Raises Overloaded, Draining, or a RequestRefused; Busy or Unavailable if a medium can't be
         read now. Later errors (also a lack of capacity, and a deadline out of reach) come through the stream. Without a
         ticket the request takes one, and releases it at its terminal event; the caller that gives a ticket also
-        releases it. `label` is the client's own name for the request."""
+        releases it. `label` is the client's own name for the request, and `news` the event that the stream sets (see
+        `JoinedStreams`)."""
         own = self.admission.admit() if ticket is None else None
         ticket = ticket or own
         assert ticket is not None
-        trace = self._trace(ticket.request_id, chat, label)
+        trace = self._trace(ticket.request_id, request, label)
         admitted_at_s = self._context.clock.now()
-        terms = RequestTerms.of(chat, ticket.tenant, self.config.batch_wait_s, admitted_at_s)
+        terms = RequestTerms.of(request, ticket.tenant, self.config.batch_wait_s, admitted_at_s)
         trace.note(tenant=ticket.tenant.name, service_class=terms.service_class)
         try:
-            if chat.has_media:
+            if request.has_media:
                 ticket.enter_media()
-            draft = await self._prompt_builder.read(salted(chat, ticket.tenant.cache_salt))
+            draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt))
             read_at_s = self._context.clock.now()
             trace.add("read", from_s=admitted_at_s)
             prompt = await self._prompt_builder.plan(draft)
@@ -302,7 +316,7 @@ class RouterService:
             raise
         trace.note(**prompt.facts, ignored=prompt.ignored_fields)
         self._observe_media(draft, prompt)
-        return self._launch(draft, prompt, trace, terms, admitted_at_s, own)
+        return self._launch(draft, prompt, trace, terms, admitted_at_s, own, news)
 
     def _launch(
         self,
@@ -312,16 +326,17 @@ class RouterService:
         terms: RequestTerms,
         admitted_at_s: float,
         own: Ticket | None,
+        news: asyncio.Event | None,
     ) -> RequestStream:
         request_id, prompt_builder = trace.request_id, self._prompt_builder
         choices = [
             ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)
         ]
-        stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids)
+        stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)
         stream.record = trace.to_json
         degradation = DegradationPolicy(
-            draft.chat.on_encode_failure or self.config.on_encode_failure,
+            wanted_policy(draft.request) or self.config.on_encode_failure,
             lambda item, reduction: prompt_builder.is_reducible(draft, item, reduction),
             lambda losses: prompt_builder.plan(draft, losses),
         )
@@ -341,12 +356,12 @@ class RouterService:
         if own is not None:
             own.release()
 
-    def _trace(self, request_id: RequestId, chat: ChatRequest, label: str | None) -> RequestTrace:
+    def _trace(self, request_id: RequestId, request: PromptRequest, label: str | None) -> RequestTrace:
         context = self._context
         host, num_events = context.machine_of(context.member_id), self.config.max_trace_events
         trace = RequestTrace(request_id, context.member_id, context.clock, num_events, host, self.wall_time())
         trace.add("received")
-        trace.note(label=label, model=chat.model, num_choices=chat.num_choices, is_streamed=bool(chat.stream))
+        trace.note(label=label, model=request.model, num_choices=request.num_choices, is_streamed=bool(request.stream))
         self.traces.put(trace)
         return trace
 
@@ -411,6 +426,11 @@ class RouterService:
             self._gate.blocks_freed()
 
 
-def salted(chat: ChatRequest, salt: str) -> ChatRequest:
+def wanted_policy(request: PromptRequest) -> Policy | None:
+    """Returns what a request wants to happen if a medium can't be encoded, or None if it does not say."""
+    return request.on_encode_failure if isinstance(request, ChatRequest) else None
+
+
+def salted(request: R, salt: str) -> R:
     """Returns the request with its tenant's salt before its own, so that no tenant shares the caches of another."""
-    return chat.model_copy(update={"cache_salt": f"{salt}/{chat.cache_salt or ''}"}) if salt else chat
+    return request.model_copy(update={"cache_salt": f"{salt}/{request.cache_salt or ''}"}) if salt else request

@@ -1,56 +1,71 @@
 """Holds OpenAI's HTTP formats, so that the rest of the router works on values of its own.
 
-`chat_request` reads and checks a request, `chat_response` writes answers and their chunks, `http_errors` gives each
-error its status and its envelope, and `field_errors` puts what is wrong with a field into words. `router.prompt` makes
-prompts from what `parse_chat` and `parts_of` return, `router.run` collects a `Usage` and log-probabilities, and
-`router.edge` sends what `completion`, `ChunkWriter` and `http_error` write. `deploy.config` uses `describe_flaw` for
-the keys of a config file. The folder knows nothing of HTTP connections, or of how requests are served.
+Requests: `request_body` parses JSON, `generation_fields` defines what every endpoint that generates takes, and
+`chat_request` (with `chat_message` and `tool_fields`) and `completion_request` define the rest. Answers:
+`answer_parts` holds what answers consist of, and `chat_response` and `completion_response` write them and their chunks.
+Errors: `http_errors` gives each error its status and its envelope, and `field_errors` puts what is wrong with a field
+into words.
+
+`router.prompt` makes prompts from requests, `router.run` collects a `Usage` and log-probabilities, and `router.edge`
+sends what the writers return. `deploy.config_file` uses `describe_flaw` for the keys of a config file. The folder knows
+nothing of HTTP connections, or of how requests are served.
 """
 
-from router.api.chat_request import (
-    PART_TYPE_TO_MODALITY,
-    ChatRequest,
-    MediaPart,
-    Part,
-    TextPart,
-    check_context,
-    check_limits,
-    model_not_found,
-    parse_chat,
-    parts_of,
-    video_options,
-)
-from router.api.chat_response import (
+from router.api.answer_parts import (
     DONE,
-    ChoiceText,
-    ChunkWriter,
+    Degraded,
+    Explained,
     Head,
     ScoredToken,
     TokenBytes,
     Usage,
-    completion,
     error_event,
     logprobs_object,
-    model_object,
+    usage_sum,
 )
+from router.api.chat_message import PART_TYPE_TO_MODALITY, ChatMessage, MediaPart, Part, TextPart, parts_of
+from router.api.chat_request import (
+    ChatRequest,
+    check_chat,
+    check_context,
+    check_messages,
+    parse_chat,
+    video_options,
+)
+from router.api.chat_response import ChoiceText, ChunkWriter, CompletedCall, completion, model_object
+from router.api.completion_request import CompletionRequest, parse_completion
+from router.api.completion_response import CompletionChunkWriter, CompletionText, TextOffset, text_completion
 from router.api.field_errors import describe_flaw, shown
+from router.api.generation_fields import GenerationFields, check_generation, check_model, model_not_found
 from router.api.http_errors import envelope, http_error, status_of
 
 __all__ = [
     "DONE",
     "PART_TYPE_TO_MODALITY",
+    "ChatMessage",
     "ChatRequest",
     "ChoiceText",
     "ChunkWriter",
+    "CompletedCall",
+    "CompletionChunkWriter",
+    "CompletionRequest",
+    "CompletionText",
+    "Degraded",
+    "Explained",
+    "GenerationFields",
     "Head",
     "MediaPart",
     "Part",
     "ScoredToken",
+    "TextOffset",
     "TextPart",
     "TokenBytes",
     "Usage",
+    "check_chat",
     "check_context",
-    "check_limits",
+    "check_generation",
+    "check_messages",
+    "check_model",
     "completion",
     "describe_flaw",
     "envelope",
@@ -60,8 +75,11 @@ __all__ = [
     "model_not_found",
     "model_object",
     "parse_chat",
+    "parse_completion",
     "parts_of",
     "shown",
     "status_of",
+    "text_completion",
+    "usage_sum",
     "video_options",
 ]

@@ -1,59 +1,31 @@
-"""Builds the answers of the API as JSON in OpenAI's shapes: whole completions, the chunks of a streamed one, their
-log-probabilities, and the model list. A whole answer (`completion`) and a streamed one (`ChunkWriter`) stand together
-because they consist of the same pieces: `Head`, `Usage`, the details of a choice, and the media that were degraded.
+"""Builds the answers of chat completions as JSON in OpenAI's shapes: whole completions, and the chunks of a streamed
+one. A whole answer (`completion`) and a streamed one (`ChunkWriter`) stand together because they consist of the same
+pieces.
 
-The module decides nothing, and knows nothing of requests or of how an answer is made. Errors have the shape that
-`router.api.http_errors` gives them.
+The module decides nothing, and knows nothing of requests or of how an answer is made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
-from fabric.contracts import TokenLogprobs, WeftError
-from router.api.http_errors import error_object
-
-DONE = b"data: [DONE]\n\n"
-Degraded = Sequence[Mapping[str, object]]
-"""Holds one object per medium that was reduced or removed."""
-Explained = Mapping[str, object] | None
-"""Holds the record of the request, if the client asked for it."""
+from router.api.answer_parts import Degraded, Explained, Head, Usage, sse_event, weft_part
 
 
-class Head(NamedTuple):
-    """Holds what every object of one answer repeats."""
+class CompletedCall(NamedTuple):
+    """A `CompletedCall` is a call of a tool in an answer."""
 
-    completion_id: str
-    created: int
-    """This is the Unix time in seconds."""
-    model: str
-
-
-class Usage(NamedTuple):
-    """Holds the exact token counts of one request. `num_completion_tokens` is the sum over all choices, each up to its
-    stop."""
-
-    num_prompt_tokens: int
-    num_completion_tokens: int
-    num_cached_tokens: int
-    modality_to_tokens: dict[str, int]
-    """Counts, per modality, the prompt tokens that are placeholders of a medium."""
+    call_id: str
+    name: str
+    arguments: str
+    """This is JSON."""
 
     def to_json(self) -> dict[str, object]:
-        media_tokens = sum(self.modality_to_tokens.values())
-        details = {"cached_tokens": self.num_cached_tokens, "text_tokens": self.num_prompt_tokens - media_tokens}
-        details |= {"image_tokens": 0, "audio_tokens": 0}
-        details |= {f"{modality}_tokens": count for modality, count in self.modality_to_tokens.items()}
-        return {
-            "prompt_tokens": self.num_prompt_tokens,
-            "completion_tokens": self.num_completion_tokens,
-            "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
-            "prompt_tokens_details": details,
-            "completion_tokens_details": {"text_tokens": self.num_completion_tokens, "audio_tokens": 0},
-        }
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.call_id, "type": "function", "function": function}
 
 
 class ChoiceText(NamedTuple):
@@ -64,6 +36,16 @@ class ChoiceText(NamedTuple):
     finish_reason: str
     details: dict[str, object] | None = None
     """Holds further fields that the client asked for: `token_ids`, `logprobs`."""
+    reasoning: str = ""
+    calls: Sequence[CompletedCall] = ()
+
+    @property
+    def message(self) -> dict[str, object]:
+        """Returns the message. Its content is None if it consists of calls alone."""
+        content = None if self.calls and not self.text else self.text
+        fields: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
+        fields |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+        return fields | ({"tool_calls": [call.to_json() for call in self.calls]} if self.calls else {})
 
 
 def completion(
@@ -79,36 +61,62 @@ def completion(
     listed = [
         {
             "index": each.choice,
-            "message": {"role": "assistant", "content": each.text, "refusal": None},
+            "message": each.message,
             "logprobs": None,
             "finish_reason": each.finish_reason,
         }
         | (each.details or {})
         for each in choices
     ]
-    whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids) | _weft(degraded, explained)
-    return msgspec.json.encode(_object(head, "chat.completion") | whole)
+    whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids) | weft_part(degraded, explained)
+    return msgspec.json.encode(head.to_json("chat.completion") | whole)
 
 
 class ChunkWriter:
     """Builds the server-sent events of one answer. With `has_usage_chunk`, every chunk except the last says `usage:
-    null`."""
+    null`.
+
+    Most chunks differ only in a piece of text, so what surrounds it is encoded once per choice."""
 
     def __init__(self, head: Head, has_usage_chunk: bool) -> None:
         self.has_usage_chunk = has_usage_chunk
-        self._head = head
+        self._head = head.to_json("chat.completion.chunk")
         self._usage: dict[str, object] = {"usage": None} if has_usage_chunk else {}
+        self._choice_to_frame: dict[int, tuple[bytes, bytes]] = {}
 
     def role(self, choice: int, prompt_token_ids: Sequence[int] | None = None) -> bytes:
         return self._chunk(choice, {"role": "assistant", "content": ""}, None, extra=_ids(prompt_token_ids))
 
     def text(self, choice: int, text: str, details: dict[str, object] | None = None) -> bytes:
-        return self._chunk(choice, {"content": text}, None, details)
+        if details:
+            return self._chunk(choice, {"content": text}, None, details)
+        frame = self._choice_to_frame.get(choice)
+        if frame is None:
+            frame = self._choice_to_frame[choice] = self._frame(choice)
+        return frame[0] + msgspec.json.encode(text) + frame[1]
+
+    def reasoning(self, choice: int, text: str, details: dict[str, object] | None = None) -> bytes:
+        return self._chunk(choice, {"reasoning_content": text}, None, details)
+
+    def call_start(
+        self, choice: int, index: int, call: CompletedCall, details: dict[str, object] | None = None
+    ) -> bytes:
+        """Returns the chunk that begins the call with number `index` of a choice; its arguments are still empty."""
+        return self._chunk(choice, {"tool_calls": [{"index": index} | call.to_json()]}, None, details)
+
+    def call_arguments(self, choice: int, index: int, text: str, details: dict[str, object] | None = None) -> bytes:
+        """Returns the chunk with the next piece of a call's arguments."""
+        delta = {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+        return self._chunk(choice, delta, None, details)
+
+    def details(self, choice: int, details: dict[str, object]) -> bytes:
+        """Returns a chunk that carries only token ids or log-probabilities."""
+        return self._chunk(choice, {}, None, details)
 
     def finish(
         self, choice: int, reason: str, details: dict[str, object] | None = None, degraded: Degraded = ()
     ) -> bytes:
-        return self._chunk(choice, {}, reason, details, extra=_weft(degraded))
+        return self._chunk(choice, {}, reason, details, extra=weft_part(degraded))
 
     def last(self, usage: Usage, degraded: Degraded = (), explained: Explained = None) -> bytes:
         """Returns the chunk after the last one of the choices, with what concerns the whole answer: the usage, and the
@@ -116,80 +124,32 @@ class ChunkWriter:
         if not self.has_usage_chunk and explained is None:
             return b""
         counted = {"usage": usage.to_json()} if self.has_usage_chunk else {}
-        whole = {"choices": []} | counted | _weft(degraded, explained)
-        return _event(_object(self._head, "chat.completion.chunk") | whole)
+        return sse_event(self._head | {"choices": []} | counted | weft_part(degraded, explained))
+
+    def _frame(self, choice: int) -> tuple[bytes, bytes]:
+        """Returns what stands before and after the text in the chunks of a choice."""
+        before, _, after = self._chunk(choice, {"content": _TEXT}, None).rpartition(msgspec.json.encode(_TEXT))
+        return before, after
 
     def _chunk(
         self,
         choice: int,
-        delta: dict[str, str],
+        delta: Mapping[str, object],
         finish_reason: str | None,
         details: dict[str, object] | None = None,
         extra: Mapping[str, object] | None = None,
     ) -> bytes:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         whole = {"choices": [entry | (details or {})]} | self._usage | dict(extra or {})
-        return _event(_object(self._head, "chat.completion.chunk") | whole)
+        return sse_event(self._head | whole)
 
 
-def error_event(error: WeftError) -> bytes:
-    """Returns the event for a failure in mid-stream; SDKs raise an exception on it."""
-    return _event({"error": error_object(error)})
+_TEXT = "the text of a chunk"
 
 
 def model_object(name: str, created: int, max_model_len: int) -> dict[str, object]:
     return {"id": name, "object": "model", "created": created, "owned_by": "weft", "max_model_len": max_model_len}
 
 
-def _object(head: Head, kind: str) -> dict[str, object]:
-    return {"id": head.completion_id, "object": kind, "created": head.created, "model": head.model}
-
-
 def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:
     return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}
-
-
-def _weft(degraded: Degraded, explained: Explained = None) -> dict[str, object]:
-    """Returns Weft's own part of an answer: the media that the model did not get as they were sent, and the record of
-    the request."""
-    part: dict[str, object] = {"degraded": list(degraded)} if degraded else {}
-    part |= {} if explained is None else {"explain": explained}
-    return {"weft": part} if part else {}
-
-
-def _event(payload: dict[str, object]) -> bytes:
-    return b"data: " + msgspec.json.encode(payload) + b"\n\n"
-
-
-# ------------------------------------------------------------ log-probabilities
-
-LEAST = -9999.0
-"""This number replaces minus infinity, which JSON does not have (it is OpenAI's own number)."""
-TokenBytes = Callable[[int], bytes]
-"""A `TokenBytes` function returns the bytes of a token; for a control token it returns the bytes of the name."""
-
-
-class ScoredToken(NamedTuple):
-    token_id: int
-    logprobs: TokenLogprobs
-
-
-def logprobs_object(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> dict[str, object]:
-    """Returns the `logprobs` object of a choice, or of a chunk of it: for each token its text, its bytes, and the most
-    probable tokens at its position. There is one entry per token that counts, including the one that ended the choice
-    (as in vLLM)."""
-    return {
-        "content": [
-            _token_entry(token_id, logprobs.logprob, bytes_of)
-            | {"top_logprobs": [_token_entry(top_id, logprob, bytes_of) for top_id, logprob in logprobs.top]}
-            for token_id, logprobs in tokens
-        ],
-        "refusal": None,
-    }
-
-
-def _token_entry(token_id: int, logprob: float, bytes_of: TokenBytes) -> dict[str, object]:
-    """Returns the entry of one token. A token that is a part of a character has no readable text; its bytes then
-    identify it."""
-    data = bytes_of(token_id)
-    return {"token": data.decode(errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(data)}

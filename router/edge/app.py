@@ -1,7 +1,6 @@
 """Puts the router service behind HTTP: `create_app` connects routes to the handlers of `HttpEdge`, which answer in
-OpenAI's formats, whole or as an `EventStream`. A whole answer and a streamed one stand together because they differ
-only after the service has opened the request: up to there, both share the ticket, the watch on the client, the headers
-and the refusals.
+OpenAI's formats, whole or as an `EventStream`. All endpoints that generate share one path (`HttpEdge._generate`): the
+ticket, the watch on the client, the headers and the refusals. What differs between them is an `Endpoint`.
 
 The headers of a streamed answer wait for the first token or failure, so that an earlier failure gets its true status.
 The module makes no decisions, and knows nothing of workers or attempts.
@@ -18,21 +17,10 @@ import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from fabric.contracts import Aborted, InvalidRequest, WeftError, mint_request_id
-from router.api import (
-    DONE,
-    ChoiceText,
-    ChunkWriter,
-    Head,
-    completion,
-    envelope,
-    error_event,
-    http_error,
-    model_not_found,
-    model_object,
-)
+from router.api import Head, envelope, http_error, model_not_found, model_object
+from router.edge.answers import AnswerTools, AnswerWriter
 from router.edge.connection import (
     AccessLog,
     ClientWatch,
@@ -42,10 +30,13 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
+from router.edge.endpoints import CHAT, COMPLETIONS, Asked, Endpoint
+from router.edge.event_stream import EventStream
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
+from router.edge.tickets import Tickets
 from router.observe import Found, RequestFilter
 from router.router_config import Tenant
-from router.run import RequestStream, Ticket, TokenDetails
+from router.run import JoinedStreams, RequestStream
 from router.service import RouterService
 
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
@@ -60,6 +51,7 @@ def create_app(service: RouterService) -> FastAPI:
     app = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", edge.chat_completions),
+        ("POST", "/v1/completions", edge.completions),
         ("GET", "/v1/models", edge.models),
         ("GET", "/v1/models/{model_id:path}", edge.model),
         ("GET", "/health", edge.live),
@@ -103,10 +95,16 @@ class HttpEdge:
         self._service = service
         self._created = int(service.wall_time())
 
-    # ------------------------------------------------------------ chat completions
+    # ------------------------------------------------------------ endpoints that generate
 
     async def chat_completions(self, request: Request) -> Response:
-        """Handles an exchange from the client's bytes to its answer. The ticket is returned however the exchange
+        return await self._generate(request, CHAT)
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, COMPLETIONS)
+
+    async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
+        """Handles an exchange from the client's bytes to its answer. The tickets are returned however the exchange
         ends."""
         service, arrived_s = self._service, asyncio.get_running_loop().time()
         label = client_label(request)
@@ -127,38 +125,41 @@ class HttpEdge:
                 service.count_refusal(tenant, error)
                 return self._refusal(request, error, headers, is_body_unread=True)
             undo.pop_all()
-        return await self._answer(request, body, ticket, headers, label, arrived_s)
+        return await self._answer(request, endpoint, body, Tickets(ticket), headers, arrived_s)
 
     async def _answer(
         self,
         request: Request,
+        endpoint: Endpoint,
         body: bytes,
-        ticket: Ticket,
+        tickets: Tickets,
         headers: dict[str, str],
-        label: str | None,
         arrived_s: float,
     ) -> Response:
-        """Answers a request with a complete body. If the answer is streamed, the event stream takes over the ticket and
-        the watch; otherwise both end here."""
-        watch = ClientWatch(request.receive)
-        stream: RequestStream | None = None
+        """Answers a request with a complete body. If the answer is streamed, the event stream takes over the tickets
+        and the watch; otherwise all end here."""
+        service, watch = self._service, ClientWatch(request.receive)
+        stream: JoinedStreams | None = None
         is_handed_on = False
         try:
-            chat = await self._service.parse(body)
-            stream = await watch.race(self._service.open(chat, ticket, label))
-            head = Head(completion_id(stream), int(self._service.wall_time()), self._service.config.model_name)
-            details = TokenDetails(stream, chat, self._service.token_bytes)
-            if chat.stream:
+            asked = await service.parse(endpoint.read, body)
+            stream = await watch.race(self._open(asked, tickets, client_label(request)))
+            head = Head(
+                endpoint.id_prefix + stream.request_id,
+                int(service.wall_time()),
+                service.config.model_name,
+                service.config.system_fingerprint,
+            )
+            writer = asked.writer(stream, head, AnswerTools(service.token_bytes, service.decode))
+            if asked.is_streamed:
                 await watch.race(stream.started())
                 headers["openai-processing-ms"] = elapsed_ms(arrived_s)
                 is_handed_on = True
-                writer = ChunkWriter(head, chat.wants_usage_chunk)
-                limit_s = self._service.config.write_timeout_s
-                return EventStream(stream, writer, details, headers, watch, ticket, limit_s)
-            content = await watch.race(collect(stream, head, details))
+                return EventStream(stream, writer, headers, watch, tickets, service.config.write_timeout_s)
+            await watch.race(take_all(stream, writer))
             headers["openai-processing-ms"] = elapsed_ms(arrived_s)
             note_answer(request.scope, stream)
-            return Response(content, media_type="application/json", headers=headers)
+            return Response(writer.whole(), media_type="application/json", headers=headers)
         except WeftError as error:
             headers["openai-processing-ms"] = elapsed_ms(arrived_s)
             return self._refusal(request, error, headers)
@@ -167,7 +168,22 @@ class HttpEdge:
                 if stream is not None:
                     stream.close()
                 watch.close()
-                ticket.release()
+                tickets.release()
+
+    async def _open(self, asked: Asked, tickets: Tickets, label: str | None) -> JoinedStreams:
+        """Starts the requests of an answer; each has a ticket of its own. If one of them is refused, the others end.
+        Raises what `RouterService.open` raises."""
+        news = asyncio.Event()
+        streams: list[RequestStream] = []
+        try:
+            for at, each in enumerate(asked.requests):
+                ticket = tickets.first if at == 0 else tickets.add(self._service.admission)
+                streams.append(await self._service.open(each, ticket, label, news))
+        except (WeftError, asyncio.CancelledError):
+            for stream in streams:
+                stream.close()
+            raise
+        return JoinedStreams(streams, news)
 
     def _refusal(
         self, request: Request, error: WeftError, headers: dict[str, str], is_body_unread: bool = False
@@ -236,7 +252,7 @@ class HttpEdge:
         completion, as JSON or as a page."""
         name = str(request.path_params["request_id"])
         is_named_page = name.endswith(".html")
-        name = name.removesuffix(".html").removeprefix("chatcmpl-")
+        name = name.removesuffix(".html").removeprefix("chatcmpl-").removeprefix("cmpl-")
         try:
             is_page = is_named_page or wants_page(request)
         except WeftError as error:
@@ -284,23 +300,10 @@ def answer_page(request: Request, page: str) -> Response:
     return Response(page, headers=PAGE_HEADERS | echo(request))
 
 
-async def collect(stream: RequestStream, head: Head, details: TokenDetails) -> bytes:
-    """Returns a whole answer as JSON, with the details that the client asked for. Raises the error that ended the
-    request."""
-    texts: list[list[str]] = [[] for _ in stream.choices]
-    reasons = [""] * len(texts)
+async def take_all(stream: JoinedStreams, writer: AnswerWriter) -> None:
+    """Hands a whole answer to its writer. Raises the error that ended a request."""
     async for deltas in stream:
-        for delta in deltas:
-            texts[delta.choice].append(delta.text)
-            reasons[delta.choice] = delta.finish_reason or reasons[delta.choice]
-    assert stream.usage is not None
-    choices = [ChoiceText(at, "".join(pieces), reasons[at], details.fresh(at)) for at, pieces in enumerate(texts)]
-    degraded = [step.to_json() for step in stream.degraded]
-    return completion(head, choices, stream.usage, details.prompt_token_ids, degraded, details.explanation)
-
-
-def completion_id(stream: RequestStream) -> str:
-    return f"chatcmpl-{stream.request_id}"
+        writer.take(deltas)
 
 
 def client_label(request: Request) -> str | None:
@@ -325,92 +328,3 @@ def answer_json(request: Request, content: object, status: int = 200) -> Respons
 
 def elapsed_ms(since_s: float) -> str:
     return str(max(0, round((asyncio.get_running_loop().time() - since_s) * 1000)))
-
-
-# ------------------------------------------------------------ a streamed answer
-
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
-"""The header `x-accel-buffering` keeps proxies (nginx) from collecting the stream."""
-
-
-class EventStream(Response):
-    """Sends a streamed answer as server-sent events: role, content, finish, usage if the client asked for it, `[DONE]`.
-    A slow reader delays only its own stream: while the socket is full, nothing is taken from the request's buffer.
-
-    It owns the request's stream, its ticket and the client watch, and closes all of them when the response ends,
-    however it ends."""
-
-    def __init__(
-        self,
-        stream: RequestStream,
-        writer: ChunkWriter,
-        details: TokenDetails,
-        headers: dict[str, str],
-        watch: ClientWatch,
-        ticket: Ticket,
-        write_timeout_s: float,
-    ) -> None:
-        super().__init__(headers=None)
-        self._stream = stream
-        self._writer = writer
-        self._details = details
-        self._sent_headers = HEADERS | headers
-        self._watch = watch
-        self._ticket = ticket
-        self._write_timeout_s = write_timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            failure = await self._watch.race(self._write_all(send))
-        except (Aborted, OSError):
-            note_failure(scope, Aborted("the client left"))
-        else:
-            if failure is None:
-                note_answer(scope, self._stream)
-            else:
-                note_failure(scope, failure)
-        finally:
-            self._stream.close()
-            self._watch.close()
-            self._ticket.release()
-
-    async def _write_all(self, send: Send) -> WeftError | None:
-        """Writes the whole answer. Returns the error that ended the stream early, after sending it to the client, or
-        None."""
-        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": raw})
-        writer, details = self._writer, self._details
-        choices = range(len(self._stream.choices))
-        await self._write(send, b"".join(writer.role(choice, details.prompt_token_ids) for choice in choices))
-        degraded = [step.to_json() for step in self._stream.degraded]
-        try:
-            async for deltas in self._stream:
-                events: list[bytes] = []
-                for delta in deltas:
-                    if delta.text:
-                        events.append(writer.text(delta.choice, delta.text, details.fresh(delta.choice)))
-                    if delta.finish_reason is not None:
-                        fresh = details.fresh(delta.choice)
-                        events.append(writer.finish(delta.choice, delta.finish_reason, fresh, degraded))
-                await self._write(send, b"".join(events))
-        except WeftError as error:
-            await self._write(send, error_event(error), is_last=True)
-            return error
-        assert self._stream.usage is not None
-        last = writer.last(self._stream.usage, degraded, details.explanation)
-        await self._write(send, last + DONE, is_last=True)
-        return None
-
-    async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
-        """Sends `data`, and waits while the socket is full. Raises Aborted if the client takes nothing for too long."""
-        if not data and not is_last:
-            return
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-        except TimeoutError:
-            raise Aborted(f"the client has read nothing for {self._write_timeout_s:g} s") from None

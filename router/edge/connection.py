@@ -29,7 +29,7 @@ from fabric.contracts import (
     enter_request,
 )
 from router.api import shown, status_of
-from router.run import RequestStream
+from router.run import JoinedStreams
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ def note_failure(scope: Scope, error: WeftError) -> None:
         )
 
 
-def note_answer(scope: Scope, stream: RequestStream) -> None:
+def note_answer(scope: Scope, stream: JoinedStreams) -> None:
     """Adds the token counts of the answer to the access line."""
     if stream.usage is not None:
         usage = stream.usage

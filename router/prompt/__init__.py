@@ -1,4 +1,4 @@
-"""Makes prompts from chat requests, and makes them again without what could not be encoded.
+"""Makes prompts from requests, and makes them again without what could not be encoded.
 
 `prompt_builder` checks, renders, tokenises and hashes a request, `request_media` reads the headers of its media and
 plans them as items that fit the context, and `generation_options` derives how tokens are drawn, when generation ends
@@ -7,7 +7,7 @@ and what the output must match. The router service holds one `PromptBuilder`; a 
 media, and knows nothing of workers, encoders or routes.
 """
 
-from router.prompt.prompt_builder import Draft, Prompt, PromptBuilder
+from router.prompt.prompt_builder import Draft, Prompt, PromptBuilder, PromptRequest
 from router.prompt.request_media import NOTHING_LOST, ItemKey, Losses
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "Losses",
     "Prompt",
     "PromptBuilder",
+    "PromptRequest",
 ]

@@ -1,4 +1,4 @@
-"""Derives from a chat request how its tokens are drawn (`sampling_of`), when generation ends (`stop_conditions`), and
+"""Derives from a request how its tokens are drawn (`sampling_of`), when generation ends (`stop_conditions`), and
 what its output must match (`grammar_of`): all that a worker is told about generating, besides the prompt.
 
 `grammar_of` turns what a client asks for as structured output into one grammar in llguidance's notation, or refuses it
@@ -19,45 +19,45 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
-from router.api import ChatRequest, shown
+from router.api import GenerationFields, shown
 
 # ------------------------------------------------------------ sampling and stops
 
 
-def sampling_of(chat: ChatRequest, vocab_size: int, grammar: str = "") -> SamplingParams:
+def sampling_of(fields: GenerationFields, vocab_size: int, grammar: str = "") -> SamplingParams:
     """Returns the sampling parameters, with OpenAI's defaults. A request without a seed gets one here, so that a
     migrated attempt draws the same tokens. Raises InvalidRequest for a bias on something that is not a token id."""
     return SamplingParams(
-        temperature=1.0 if chat.temperature is None else chat.temperature,
-        top_p=1.0 if chat.top_p is None else chat.top_p,
-        top_k=max(0, chat.top_k or 0),
-        seed=secrets.randbits(63) if chat.seed is None else chat.seed,
-        min_p=chat.min_p or 0.0,
-        repetition_penalty=1.0 if chat.repetition_penalty is None else chat.repetition_penalty,
-        presence_penalty=chat.presence_penalty or 0.0,
-        frequency_penalty=chat.frequency_penalty or 0.0,
-        num_top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(0, fields.top_k or 0),
+        seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        num_top_logprobs=fields.num_top_logprobs,
         grammar=grammar,
-        logit_bias=tuple(_biases(chat.logit_bias or {}, vocab_size).items()),
+        logit_bias=tuple(_biases(fields.logit_bias or {}, vocab_size).items()),
     )
 
 
 def stop_conditions(
-    chat: ChatRequest, num_prompt_tokens: int, max_model_len: int, eos_token_ids: Sequence[int]
+    fields: GenerationFields, num_prompt_tokens: int, max_model_len: int, eos_token_ids: Sequence[int]
 ) -> StopConditions:
     """Returns the stop conditions. A request without a token limit may fill the context. Raises InvalidRequest if
     `min_tokens` is above the limit."""
     room = max_model_len - num_prompt_tokens
-    max_tokens = room if chat.token_limit is None else chat.token_limit
-    min_tokens = chat.min_tokens or 0
+    max_tokens = room if fields.token_limit is None else fields.token_limit
+    min_tokens = fields.min_tokens or 0
     if min_tokens > max_tokens:
         message = f"`min_tokens` must be at most {max_tokens}, the limit of generated tokens, not {min_tokens}"
         raise InvalidRequest(message, param="min_tokens")
     return StopConditions(
         max_tokens=max_tokens,
         eos_token_ids=tuple(eos_token_ids),
-        stop_token_ids=tuple(chat.stop_token_ids or ()),
-        ignore_eos=bool(chat.ignore_eos),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
         min_tokens=min_tokens,
     )
 
@@ -84,10 +84,10 @@ JSON_OBJECT: dict[str, Any] = {"type": "object"}
 KINDS = ("json", "regex", "choice", "json_object")
 
 
-def grammar_of(chat: ChatRequest) -> str:
+def grammar_of(fields: GenerationFields) -> str:
     """Returns the request's grammar, which is empty if any text is allowed. May take a tenth of a second. Raises
     InvalidRequest; `param` names the field."""
-    asked = {**_of_response_format(chat), **_of_structured_outputs(chat), **_of_guided(chat)}
+    asked = {**_of_response_format(fields), **_of_structured_outputs(fields), **_of_guided(fields)}
     if not asked:
         return ""
     if len(asked) > 1:
@@ -106,8 +106,8 @@ def grammar_of(chat: ChatRequest) -> str:
 Asked = dict[str, tuple[str, Any]]
 
 
-def _of_response_format(chat: ChatRequest) -> Asked:
-    form = chat.response_format
+def _of_response_format(fields: GenerationFields) -> Asked:
+    form = fields.response_format
     if form is None or form.get("type") == "text":
         return {}
     if form.get("type") == "json_object":
@@ -124,8 +124,8 @@ def _of_response_format(chat: ChatRequest) -> Asked:
     return {"response_format.json_schema.schema": ("json", schema)}
 
 
-def _of_structured_outputs(chat: ChatRequest) -> Asked:
-    given = {name: value for name, value in (chat.structured_outputs or {}).items() if value not in (None, False)}
+def _of_structured_outputs(fields: GenerationFields) -> Asked:
+    given = {name: value for name, value in (fields.structured_outputs or {}).items() if value not in (None, False)}
     unknown = sorted(given.keys() - set(KINDS))
     if unknown:
         param = f"structured_outputs.{unknown[0][:64]}"
@@ -136,9 +136,13 @@ def _of_structured_outputs(chat: ChatRequest) -> Asked:
     }
 
 
-def _of_guided(chat: ChatRequest) -> Asked:
+def _of_guided(fields: GenerationFields) -> Asked:
     """Reads the parameters under vLLM's former names."""
-    given = {"guided_json": chat.guided_json, "guided_regex": chat.guided_regex, "guided_choice": chat.guided_choice}
+    given = {
+        "guided_json": fields.guided_json,
+        "guided_regex": fields.guided_regex,
+        "guided_choice": fields.guided_choice,
+    }
     return {name: (name.removeprefix("guided_"), value) for name, value in given.items() if value is not None}
 
 

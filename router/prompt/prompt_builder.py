@@ -1,4 +1,4 @@
-"""Turns a chat request into a `Prompt`: `PromptBuilder` checks the request and has its media probed, which gives a
+"""Turns a request into a `Prompt`: `PromptBuilder` checks the request and has its media probed, which gives a
 `Draft`, and then plans, tokenises, expands and hashes it.
 
 The work is split in two, because the degradation policy plans a request again: `read` runs once, and `plan` runs again
@@ -25,13 +25,15 @@ from modalities.registry import Registry
 from modalities.text import TextCodec
 from router.api import (
     ChatRequest,
+    CompletionRequest,
     MediaPart,
     Part,
     TextPart,
     check_context,
-    check_limits,
-    parse_chat,
+    check_generation,
+    check_messages,
     parts_of,
+    shown,
     video_options,
 )
 from router.prompt.generation_options import grammar_of, sampling_of, stop_conditions
@@ -116,16 +118,20 @@ class Prompt:
         return dict(counts)
 
 
+PromptRequest = ChatRequest | CompletionRequest
+"""Is a request of which a prompt can be made; a completion has one prompt."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A `Draft` is a request that was read: it holds everything from which the request's prompt is made, once or
     several times. It lives as long as the request, so it holds each medium once, as bytes, and not as the client's
     text."""
 
-    chat: ChatRequest
-    """This is the request without the contents of its messages."""
+    request: PromptRequest
+    """This is the request; a chat is without the contents of its messages."""
     contents: tuple[str | list[Part], ...]
-    """Holds one entry per message."""
+    """Holds one entry per message of a chat."""
     media: tuple[ProbedMedium, ...]
     video_options: MediaOptions
     sampling: SamplingParams
@@ -142,7 +148,7 @@ room for the text that a family writes between the frames."""
 
 
 class PromptBuilder:
-    """A `PromptBuilder` makes prompts from chat requests. It has no state but its threads and the prober, which runs
+    """A `PromptBuilder` makes prompts from requests. It has no state but its threads and the prober, which runs
     from `start` to `close`. Each router has one."""
 
     def __init__(
@@ -177,17 +183,26 @@ class PromptBuilder:
         self._threads.close()
         await self._prober.close()
 
-    async def parse(self, body: bytes) -> ChatRequest:
-        """Parses the JSON of a request. Raises InvalidRequest; `param` names the first offending field."""
+    async def parse(self, read: Callable[[bytes], T], body: bytes) -> T:
+        """Returns what `read` makes of a request's body. Raises the InvalidRequest that `read` raises."""
         if len(body) <= PARSE_IN_THREAD_BYTES:
-            return parse_chat(body)
-        return await self._threads.run(Work.BODY if len(body) <= MAX_TEXT_BYTES else Work.LARGE_BODY, parse_chat, body)
+            return read(body)
+        return await self._threads.run(Work.BODY if len(body) <= MAX_TEXT_BYTES else Work.LARGE_BODY, read, body)
 
-    async def read(self, chat: ChatRequest) -> Draft:
+    async def read(self, request: PromptRequest) -> Draft:
         """Checks a request and probes its media. Raises a RequestRefused whose `param` names the offending part of the
         request; raises Busy or Unavailable if a medium can't be read now."""
         vocab_size = self.family.shape.vocab_size
-        check_limits(chat, self._config, vocab_size)
+        check_generation(request, self._config, vocab_size)
+        grammar = await self._threads.run(Work.GRAMMAR, grammar_of, request) if request.is_structured else ""
+        sampling = sampling_of(request, vocab_size, grammar)
+        if isinstance(request, ChatRequest):
+            return await self._read_chat(request, sampling)
+        check_token_ids(request.token_ids, vocab_size)
+        return Draft(request, (), (), self._config.video_options, sampling)
+
+    async def _read_chat(self, chat: ChatRequest, sampling: SamplingParams) -> Draft:
+        check_messages(chat, self._config)
         contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
         parts = [part for content in contents if not isinstance(content, str) for part in content]
         media = [part for part in parts if isinstance(part, MediaPart)]
@@ -196,13 +211,12 @@ class PromptBuilder:
             raise InvalidRequest(message, param="messages")
         kwargs = chat.mm_processor_kwargs
         probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
-        grammar = await self._threads.run(Work.GRAMMAR, grammar_of, chat) if chat.is_structured else ""
         return Draft(
-            chat=without_contents(chat),
+            request=without_contents(chat),
             contents=tuple(content if isinstance(content, str) else without_fields(content) for content in contents),
             media=tuple(probed),
             video_options=video_options(self._config.video_options, kwargs),
-            sampling=sampling_of(chat, vocab_size, grammar),
+            sampling=sampling,
         )
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
@@ -220,8 +234,8 @@ class PromptBuilder:
     # ------------------------------------------------------------ planning (in a thread)
 
     def _plan(self, draft: Draft, losses: Losses) -> Prompt:
-        chat, longest = draft.chat, self.family.shape.max_model_len
-        rendered = self.codec.render(self._messages(draft, losses), most_tokens=longest)
+        request, longest = draft.request, self.family.shape.max_model_len
+        rendered = self._rendered(draft, losses)
         items, expanded = self._fitted(draft, losses, rendered)
         media = tuple(planned.item for planned in items)
         num_tokens = len(expanded.token_ids)
@@ -231,12 +245,12 @@ class PromptBuilder:
             media=media,
             media_bytes=tuple(planned.data for planned in items),
             sampling=draft.sampling,
-            stop=stop_conditions(chat, num_tokens, longest, self.codec.eos_token_ids),
-            stop_strings=tuple(chat.stop or ()),
-            num_choices=chat.num_choices,
-            cache_salt=chat.cache_salt or "",
-            priority=chat.priority or 0,
-            ignored_fields=tuple(chat.ignored_fields),
+            stop=stop_conditions(request, num_tokens, longest, self.codec.eos_token_ids),
+            stop_strings=tuple(request.stop or ()),
+            num_choices=request.num_choices,
+            cache_salt=request.cache_salt or "",
+            priority=request.priority or 0,
+            ignored_fields=tuple(request.ignored_fields),
         )
         for scheme in self._kv_schemes:
             prompt.block_hashes(scheme)
@@ -248,28 +262,28 @@ class PromptBuilder:
         """Returns items and an expanded prompt that fit into the context. Families may write text between a video's
         frames (times), and its length is known only afterwards; if it takes too much, the video gets fewer frames.
         Raises ContextLengthExceeded."""
-        chat, longest = draft.chat, self.family.shape.max_model_len
+        request, longest = draft.request, self.family.shape.max_model_len
         num_text = len(rendered) - _num_placeholders(draft, losses)
-        most = longest - self._answer_tokens(chat)
+        most = longest - self._answer_tokens(request)
         room = most - num_text
         for _ in range(MAX_FITTINGS):
-            items = self._planner.plan(draft.media, draft.video_options, room, chat.cache_salt or "", losses)
+            items = self._planner.plan(draft.media, draft.video_options, room, request.cache_salt or "", losses)
             plans = [planned.plan for planned in items]
             num_video = sum(sum(plan.unit_tokens) for plan in plans if plan.modality == VIDEO)
             num_other = sum(sum(plan.unit_tokens) for plan in plans) - num_video
-            check_context(num_text + num_other + num_video, chat, longest)
+            check_context(num_text + num_other + num_video, request, longest)
             expanded = self.family.expand(rendered, plans, self.codec.encode)
             taken = len(expanded.token_ids) - num_text - num_other
             if not num_video or len(expanded.token_ids) <= most:
                 break
             room = num_other + num_video * max(0, most - num_text - num_other) // taken
-        check_context(len(expanded.token_ids), chat, longest)
+        check_context(len(expanded.token_ids), request, longest)
         return items, expanded
 
-    def _answer_tokens(self, chat: ChatRequest) -> int:
+    def _answer_tokens(self, request: PromptRequest) -> int:
         """Returns the number of tokens of the context that videos must leave to the answer."""
-        if chat.token_limit is not None:
-            return chat.token_limit
+        if request.token_limit is not None:
+            return request.token_limit
         return min(self._config.answer_tokens, self.family.shape.max_model_len // 8)
 
     # ------------------------------------------------------------ messages
@@ -277,11 +291,20 @@ class PromptBuilder:
     def _is_media(self, part_type: str) -> bool:
         return self._registry.modality_of_part(part_type) is not None
 
-    def _messages(self, draft: Draft, losses: Losses) -> list[dict[str, object]]:
+    def _rendered(self, draft: Draft, losses: Losses) -> list[int]:
+        """Returns the token ids of the prompt, with one placeholder token per medium."""
+        request, longest = draft.request, self.family.shape.max_model_len
+        if isinstance(request, ChatRequest):
+            return self.codec.render(self._messages(request, draft.contents, losses), most_tokens=longest)
+        return request.token_ids or self.codec.encode(request.text)
+
+    def _messages(
+        self, chat: ChatRequest, contents: Sequence[str | list[Part]], losses: Losses
+    ) -> list[dict[str, object]]:
         """Returns the input of the chat template. `developer` is the new name of the role `system`; templates know the
         old name."""
         messages: list[dict[str, object]] = []
-        for message, content in zip(draft.chat.messages, draft.contents, strict=True):
+        for message, content in zip(chat.messages, contents, strict=True):
             role = "system" if message.role == "developer" else message.role
             entry: dict[str, object] = {
                 "role": role,
@@ -308,6 +331,14 @@ def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:
     modalities with a limit of 0."""
     most = {modality: min(count, lowered.get(modality, count)) for modality, count in family.max_items.items()}
     return {modality: count for modality, count in most.items() if count > 0}
+
+
+def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest if an id of a prompt is no token."""
+    unknown = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
+    if unknown is not None:
+        message = f"a token id of the prompt must be one of 0 to {vocab_size - 1}, not {shown(unknown)}"
+        raise InvalidRequest(message, param="prompt")
 
 
 def without_contents(chat: ChatRequest) -> ChatRequest:

@@ -2,7 +2,8 @@
 
 `request_run` is the task of one request, and `attempt` is one try at it: planned, dispatched, then ended or aborted.
 `encode_dispatcher` keeps the worker of an attempt supplied with features. `failures` decides what failures mean for
-the request, and `request_output` carries its tokens and text to the reader. `admission` limits what is in flight and
+the request, and `request_output` carries its tokens and text to the reader; `joined_streams` reads several requests as
+one. `admission` limits what is in flight and
 charges tenants, `turn` lets a request wait for its turn and for room at workers, and `context` holds what else all
 requests of one router share.
 
@@ -14,7 +15,8 @@ members from `router.planning`. It knows nothing of HTTP, and nothing of what a 
 from router.run.admission import Admission, RequestTerms, TenantBook, TenantLedger, Ticket
 from router.run.context import CapacityGate, Pools, RouterContext
 from router.run.failures import DegradationPolicy
-from router.run.request_output import ChoiceOutput, RequestStream, TokenDetails
+from router.run.joined_streams import JoinedStreams
+from router.run.request_output import ChoiceOutput, Delta, RequestStream
 from router.run.request_run import RequestRun
 
 __all__ = [
@@ -22,6 +24,8 @@ __all__ = [
     "CapacityGate",
     "ChoiceOutput",
     "DegradationPolicy",
+    "Delta",
+    "JoinedStreams",
     "Pools",
     "RequestRun",
     "RequestStream",
@@ -30,5 +34,4 @@ __all__ = [
     "TenantBook",
     "TenantLedger",
     "Ticket",
-    "TokenDetails",
 ]

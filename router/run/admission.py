@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from fabric.contracts import Clock, DeadlineOutOfReach, Draining, Overloaded, RequestId, Unauthorized, mint_request_id
-from router.api import ChatRequest
+from router.api import GenerationFields
 from router.observe import RouterMetrics
 from router.planning import RoutePlan, Standing, TenantShares
 from router.router_config import ANONYMOUS, RouterConfig, Tenant
@@ -76,13 +76,13 @@ class RequestTerms(NamedTuple):
     """This is the request's deadline for its first token, on the router's clock; None if it has none."""
 
     @classmethod
-    def of(cls, chat: ChatRequest, tenant: Tenant, batch_wait_s: float, now: float) -> RequestTerms:
+    def of(cls, fields: GenerationFields, tenant: Tenant, batch_wait_s: float, now: float) -> RequestTerms:
         """Returns the terms of a request that arrived at `now`."""
-        own_ms = None if chat.weft is None else chat.weft.ttft_deadline_ms
+        own_ms = None if fields.weft is None else fields.weft.ttft_deadline_ms
         deadline_ms = tenant.ttft_deadline_ms if own_ms is None else own_ms
         return cls(
             tenant,
-            is_batch=tenant.service_class == "batch" or chat.service_tier == "flex",
+            is_batch=tenant.service_class == "batch" or fields.service_tier == "flex",
             ages_at_s=now + batch_wait_s,
             first_token_by_s=None if deadline_ms is None else now + deadline_ms / 1000,
         )

@@ -1,8 +1,7 @@
 """Carries the output of one request from the attempts, which write as tokens come, to one reader, which takes text when
 it can. Tokens pass through it in this order: a `TokenOrder` puts the tokens of one choice in order, a `ChoiceOutput`
 makes the choice's text of them and cuts it at the first stop, and the `RequestStream` hands the text of all choices to
-the reader. `TokenDetails` gives out what a client may ask for besides the text: token ids, log-probabilities and the
-record of the request.
+the reader.
 
 A slow reader delays nothing else: text that it has not taken is joined, so the buffer is one text per choice, no longer
 than the choice itself. The module knows nothing of HTTP, of members, or of how attempts are made; a request's attempts
@@ -18,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from fabric.contracts import Aborted, RequestId, TokenLogprobs, WeftError
 from modalities.text import StopStrings
-from router.api import ChatRequest, ScoredToken, TokenBytes, Usage, logprobs_object
+from router.api import ScoredToken, Usage
 from router.run.failures import StepDown
 
 # ------------------------------------------------------------ the stream of a request
@@ -43,7 +42,9 @@ class RequestStream:
         choices: Sequence[ChoiceOutput],
         on_close: Callable[[], None],
         prompt_token_ids: tuple[int, ...] = (),
+        news: asyncio.Event | None = None,
     ) -> None:
+        """Takes `on_close`, which ends the request, and `news`, which is set when there is something to read."""
         self.request_id = request_id
         self.prompt_token_ids = prompt_token_ids
         self.degraded: tuple[StepDown, ...] = ()
@@ -56,7 +57,7 @@ class RequestStream:
         self._pending: list[_Pending | None] = [_Pending() for _ in choices]
         """Holds None for a choice once its finish was read."""
         self._on_close = on_close
-        self._news = asyncio.Event()
+        self._news = asyncio.Event() if news is None else news
         self._started = asyncio.Event()
 
     # ------------------------------------------------------------ the writer's side
@@ -124,7 +125,7 @@ class RequestStream:
         while True:
             await self._news.wait()
             self._news.clear()
-            deltas = self._take()
+            deltas = self.take_new()
             if self.is_ended:
                 self._news.set()
             if deltas:
@@ -144,7 +145,8 @@ class RequestStream:
     def _has_news(self) -> bool:
         return any(pending is not None and (pending.texts or pending.finish_reason) for pending in self._pending)
 
-    def _take(self) -> list[Delta]:
+    def take_new(self) -> list[Delta]:
+        """Returns everything new since the last call, which may be nothing, at most one delta per choice."""
         deltas: list[Delta] = []
         for choice, pending in enumerate(self._pending):
             if pending is None or not (pending.texts or pending.finish_reason):
@@ -351,44 +353,3 @@ class Ending(NamedTuple):
 
     num_tokens: int
     reason: str
-
-
-# ------------------------------------------------------------ what a client may ask for besides the text
-
-
-class TokenDetails:
-    """A `TokenDetails` gives out the token ids and log-probabilities of one answer, streamed or whole, each once per
-    choice, and the record of its request. It gives nothing if the client asked for nothing."""
-
-    def __init__(self, stream: RequestStream, chat: ChatRequest, bytes_of: TokenBytes) -> None:
-        self._stream = stream
-        self._choices = stream.choices
-        self._has_ids = bool(chat.return_token_ids)
-        self._has_explanation = chat.wants_explanation
-        self._has_logprobs = bool(chat.logprobs)
-        self._bytes_of = bytes_of
-        self._num_returned = [0] * len(stream.choices)
-
-    @property
-    def prompt_token_ids(self) -> tuple[int, ...] | None:
-        """Returns the prompt's token ids if the client asked for them. They are final once the stream is started;
-        before that, the prompt may be made again."""
-        return self._stream.prompt_token_ids if self._has_ids else None
-
-    @property
-    def explanation(self) -> dict[str, object] | None:
-        """Returns the record of the request if the client asked for it. Call it after the end of the stream."""
-        return self._stream.record() if self._has_explanation else None
-
-    def fresh(self, choice: int) -> dict[str, object]:
-        """Returns the fields of a choice for the tokens that no earlier call has returned, and marks those tokens as
-        returned."""
-        if not self._has_ids and not self._has_logprobs:
-            return {}
-        output, start = self._choices[choice], self._num_returned[choice]
-        token_ids = output.emitted_from(start)
-        self._num_returned[choice] += len(token_ids)
-        fields: dict[str, object] = {"token_ids": token_ids} if self._has_ids else {}
-        if self._has_logprobs and (token_ids or not start):
-            fields["logprobs"] = logprobs_object(output.scored_from(start), self._bytes_of)
-        return fields

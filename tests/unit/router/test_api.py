@@ -10,6 +10,7 @@ from fabric.contracts import InvalidRequest, errors
 from fabric.contracts.errors import leaves
 from modalities.family import MediaOptions
 from router.api import (
+    ChatMessage,
     ChatRequest,
     ChoiceText,
     ChunkWriter,
@@ -24,7 +25,8 @@ from router.api import (
     status_of,
     video_options,
 )
-from router.api.chat_request import PARAM_TO_NEUTRAL, ChatMessage, MediaKwargs, check_media_kwargs
+from router.api.chat_request import MediaKwargs, check_media_kwargs
+from router.api.generation_fields import PARAM_TO_NEUTRAL
 from router.api.http_errors import ERROR_TO_STATUS, error_object
 
 HEAD = Head("chatcmpl-req-1", 1700000000, "tiny")
@@ -75,8 +77,8 @@ def test_unknown_error_is_a_500_without_its_text_being_trusted() -> None:
 
 
 def test_unknown_fields_are_tolerated_and_listed() -> None:
-    chat = parse(session_id="x", continuous_usage_stats=True, tools=[])
-    assert chat.ignored_fields == ["continuous_usage_stats", "session_id", "tools"]
+    chat = parse(session_id="x", continuous_usage_stats=True, functions=[])
+    assert chat.ignored_fields == ["continuous_usage_stats", "functions", "session_id"]
 
 
 def test_few_of_very_many_ignored_fields_are_listed() -> None:
@@ -211,8 +213,7 @@ def test_missing_model_says_so() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "required"),
+        ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
         ("audio", {"voice": "alloy", "format": "wav"}),
         ("chat_template", "{{ x }}"),
@@ -228,8 +229,8 @@ def test_parameters_that_would_change_the_output_are_refused_by_name(name: str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("tools", []),
-        ("tool_choice", "auto"),
+        ("functions", []),
+        ("function_call", "auto"),
         ("modalities", ["text"]),
         ("skip_special_tokens", True),
     ],
@@ -316,7 +317,6 @@ def test_assistant_may_have_no_content_and_may_have_refused() -> None:
         ({"content": [{"type": "text"}]}, "messages.0.content.0"),
         ({"content": [{"text": "a"}]}, "messages.0.content.0"),
         ({"content": [{"type": "text", "text": "a"}, {"type": "hologram"}]}, "messages.0.content.1"),
-        ({"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}, "messages.0.tool_calls"),
     ],
 )
 def test_wrong_content_is_named(fields: dict[str, object], param: str) -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabric.contracts import InvalidRequest
-from router.api import chat_request as body_shape
 from router.api import parse_chat
-from router.api.chat_request import MAX_JSON_VALUES, check_shape, num_values
+from router.api import request_body as body_shape
+from router.api.request_body import MAX_JSON_VALUES, check_shape, num_values
 
 JSON = st.recursive(
     st.none() | st.integers() | st.text(alphabet='"\\,:[{}]a', max_size=6),

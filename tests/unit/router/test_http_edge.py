@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
-import httpx
 import pytest
 from asgi_exchange import Exchange
+from edge_client import events, served
 from msgspec import structs
 from router_chats import chat_body, expected, image, text
 
@@ -19,21 +16,6 @@ from fabric.contracts import EngineFailed, ErrorInfo, InvalidMedia, TokenFrame, 
 from router.edge import create_app
 
 CHAT = "/v1/chat/completions"
-
-
-@asynccontextmanager
-async def served(**settings: object) -> AsyncIterator[tuple[FakeCluster, httpx.AsyncClient]]:
-    async with fake_cluster(**settings) as cluster:
-        transport = httpx.ASGITransport(create_app(cluster.service))
-        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
-            yield cluster, client
-
-
-def events(body: bytes | str) -> list[Any]:
-    """Returns the payloads of a stream, parsed; `[DONE]` stays a string."""
-    lines = (body.decode() if isinstance(body, bytes) else body).split("\n\n")
-    payloads = [line.removeprefix("data: ") for line in lines if line]
-    return [payload if payload == "[DONE]" else json.loads(payload) for payload in payloads]
 
 
 def exchange(cluster: FakeCluster, body: bytes, **headers: str) -> Exchange:
@@ -276,7 +258,7 @@ async def test_a_request_that_no_router_knows_is_named() -> None:
         (b"{", 400, "invalid_request", None),
         (b"", 400, "invalid_request", None),
         (chat_body(model="other"), 404, "model_not_found", "model"),
-        (chat_body(tools=[{}]), 400, "invalid_request", "tools"),
+        (chat_body(functions=[{}]), 400, "invalid_request", "functions"),
         (chat_body([text("a"), {"type": "hologram"}]), 400, "invalid_request", "messages.0.content.1"),
         (chat_body([{"type": "input_audio", "input_audio": {}}]), 400, "unsupported_modality", "messages.0.content.0"),
         (chat_body([{"type": "file", "file": {}}]), 400, "unsupported_modality", "messages.0.content.0"),

@@ -15,6 +15,7 @@ from fabric.contracts import ContextLengthExceeded, InvalidRequest, content_dige
 from modalities.media import MediaLimits
 from modalities.media import plugin as identify
 from modalities.registry import Registry
+from router.api import parse_chat
 from router.prompt.prompt_builder import RequestThreads, Work
 
 NUM_SLOW = 64
@@ -41,7 +42,7 @@ async def test_others_are_read_while_media_fill_their_threads() -> None:
         await asyncio.sleep(0)
         words = {"model": cluster.service.config.model_name, "messages": [{"role": "user", "content": "word " * 20}]}
         body = json.dumps(words | {"padding": "x" * 2**17, "guided_regex": "[a-z]+"}).encode()
-        parsed = await cluster.service.parse(body)
+        parsed = await cluster.service.parse(parse_chat, body)
         texts, _, _ = await read(await cluster.service.open(parsed))
         assert texts == [expected(cluster)]
         assert not any(task.done() for task in slow)
@@ -98,4 +99,4 @@ async def test_a_text_that_fits_nowhere_is_refused_before_it_is_tokenised_whole(
 async def test_a_body_of_many_values_is_refused_before_it_is_parsed() -> None:
     async with media_cluster() as cluster:
         with pytest.raises(InvalidRequest, match="JSON values"):
-            await cluster.service.parse(b'{"model":"m","messages":[' + b"{}," * 2**17 + b"{}]}")
+            await cluster.service.parse(parse_chat, b'{"model":"m","messages":[' + b"{}," * 2**17 + b"{}]}")

@@ -1,0 +1,133 @@
+"""Defines one message of a chat, and reads its content: its text, or its parts (`parts_of`).
+
+The module checks shapes only. It does not know what a medium holds (the medium's plugin checks that), or whether the
+model takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, FailFast
+
+from fabric.contracts import InvalidRequest
+from router.api.field_errors import shown
+from router.api.tool_fields import ToolCall
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+class ChatMessage(BaseModel):
+    """A `ChatMessage` is one message of the request. `parts_of` reads `content` and names the offending part."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    role: Role
+    content: Any = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, FailFast()] = None
+    """Holds the calls that an assistant's message made."""
+    reasoning_content: str | None = None
+    """Holds what an assistant thought before its message; templates decide whether the model sees it again."""
+
+
+PART_TYPE_TO_MODALITY = {
+    "image_url": "image",
+    "input_audio": "audio",
+    "audio_url": "audio",
+    "video_url": "video",
+    "file": "file",
+}
+"""Maps the part types that OpenAI and its users know to modalities. A type without a plugin is an unsupported modality,
+not an unknown part."""
+TEXT_PART_TYPES = ("text", "refusal")
+MAX_UUID_LENGTH = 256
+Detail = Literal["auto", "low", "high"]
+
+
+class TextPart(NamedTuple):
+    text: str
+
+
+class MediaPart(NamedTuple):
+    part_type: str
+    fields: Mapping[str, object]
+    param: str
+    detail: Detail = "auto"
+    """Says how closely the model should look at a picture."""
+
+
+Part = TextPart | MediaPart
+
+
+def _never_media(part_type: str) -> bool:
+    return False
+
+
+def parts_of(message: ChatMessage, index: int, is_media: Callable[[str], bool] = _never_media) -> str | list[Part]:
+    """Returns the content of the message with index `index`: its text, or its parts, each medium with its path in the
+    request (`messages.0.content.1`). `is_media` tells whether a part type beyond the common ones has a parser. Raises
+    InvalidRequest."""
+    path = f"messages.{index}"
+    content = message.content
+    if isinstance(content, str):
+        return content
+    if content is None and message.role == "assistant":
+        return ""
+    if not isinstance(content, Sequence) or not content:
+        flaw = f"`content` must be a string or a non-empty array of parts, not {shown(content)}"
+        raise InvalidRequest(flaw, param=f"{path}.content")
+    return [_part(part, f"{path}.content.{at}", is_media) for at, part in enumerate(content)]
+
+
+def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
+    if not isinstance(part, Mapping):
+        raise InvalidRequest(f"a content part must be an object, not {shown(part)}", param=param)
+    kind = part.get("type")
+    if kind in TEXT_PART_TYPES:
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise InvalidRequest(f"a `{kind}` part needs a string under `{kind}`, not {shown(text)}", param=param)
+        return TextPart(text)
+    if not isinstance(kind, str):
+        raise InvalidRequest(f"a content part needs a string under `type`, not {shown(kind)}", param=param)
+    if kind not in PART_TYPE_TO_MODALITY and not is_media(kind):
+        known = ", ".join(("text", *PART_TYPE_TO_MODALITY))
+        raise InvalidRequest(f"the content part type {shown(kind)} is unknown; known types are {known}", param=param)
+    _check_uuid(part, kind, param)
+    return MediaPart(kind, part, param, _detail(part, kind, param))
+
+
+def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
+    """Returns the `detail` of a part. Raises InvalidRequest for a value that OpenAI does not define, and for `low` on
+    anything but a picture."""
+    value = part.get(kind)
+    found = value.get("detail") if isinstance(value, Mapping) else None
+    path = f"{param}.{kind}.detail"
+    if found is None or found == "auto":
+        return "auto"
+    if found not in ("low", "high"):
+        raise InvalidRequest(f"`detail` must be `auto`, `low` or `high`, not {shown(found)}", param=path)
+    if found == "low" and PART_TYPE_TO_MODALITY.get(kind) != "image":
+        raise InvalidRequest(f"only pictures have a `low` detail; a `{kind}` part takes `auto` or `high`", param=path)
+    return "low" if found == "low" else "high"
+
+
+def _check_uuid(part: Mapping[str, object], kind: str, param: str) -> None:
+    """Checks a client's name for a medium (vLLM's extension), which stands next to the medium or within it. The name is
+    a label without effect: a medium is identified by its content, so that no client can refer to another client's
+    medium. Raises InvalidRequest for a name that is not a string of 1 to `MAX_UUID_LENGTH` characters, and for a name
+    without the medium."""
+    value = part.get(kind)
+    inner = value if isinstance(value, Mapping) else {}
+    uuid = part.get("uuid", inner.get("uuid"))
+    if uuid is None:
+        return
+    if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
+        message = f"a `uuid` must be a string of 1 to {MAX_UUID_LENGTH} characters, not {shown(uuid)}"
+        raise InvalidRequest(message, param=f"{param}.uuid")
+    has_medium = bool(set(inner) - {"uuid", "detail"}) if isinstance(value, Mapping) else bool(value)
+    if kind in PART_TYPE_TO_MODALITY and not has_medium:
+        raise InvalidRequest("a `uuid` can't replace the content of a medium; send the content too", param=param)

@@ -1,0 +1,91 @@
+"""Defines the request of `/v1/completions`, which continues texts as they are, without a chat template.
+
+`parse_completion` reads a body, and `CompletionRequest.each` splits a request with several prompts into one request per
+prompt. The module checks shapes and ranges only; it does not know how many tokens a text becomes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator
+
+from fabric.contracts import InvalidRequest
+from router.api.field_errors import shown
+from router.api.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
+from router.api.request_body import parse_body
+
+MAX_PROMPTS = 64
+"""Limits the prompts of one request; each of them is a request of its own to the cluster."""
+MAX_TOKEN_VALUES = 2**20
+"""Limits the JSON values in the body, because a prompt may be a list of token ids."""
+DEFAULT_MAX_TOKENS = 16
+"""Is OpenAI's default for completions."""
+Prompt = str | list[int]
+Prompts = str | list[int] | list[str] | list[list[int]]
+
+
+class CompletionRequest(GenerationFields):
+    """A `CompletionRequest` holds the parameters of a completion that Weft honours."""
+
+    prompt: Annotated[Prompts, Field(min_length=1)]
+    max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, ge=0)
+    """Limits the generated tokens; 0 needs `echo`, and gives the prompt back with its log-probabilities."""
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    echo: bool | None = None
+    """Says whether a choice begins with its prompt."""
+    best_of: int | None = Field(None, ge=1)
+    add_special_tokens: bool = True
+    """Says whether the tokenizer puts its beginning of sequence ahead of a text (vLLM's extension)."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _check_prompt(cls, value: object) -> object:
+        """Checks the prompt before the union of its types is tried, whose errors would name every type."""
+        kinds = "a string, a list of strings, a list of token ids, or a list of such lists"
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not value:
+            raise ValueError(f"`prompt` must be {kinds}, not {shown(value)}")
+        first = value[0]
+        for each in value:
+            if isinstance(each, bool) or not isinstance(each, str | int | list) or type(each) is not type(first):
+                raise ValueError(f"`prompt` must be {kinds}, but it holds {shown(each)}")
+            if isinstance(each, list) and not each:
+                raise ValueError("`prompt` holds an empty list, but each list of token ids needs at least one")
+        return value
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
+
+    def each(self) -> list[CompletionRequest]:
+        """Returns one request per prompt, in order."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self]
+        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
+
+    @property
+    def text(self) -> str:
+        """Returns the prompt of a request with one prompt; it is empty if the prompt consists of token ids."""
+        return self.prompt if isinstance(self.prompt, str) else ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Returns the token ids of a request with one prompt; there are none if the prompt is a text."""
+        return [] if isinstance(self.prompt, str) else [each for each in self.prompt if isinstance(each, int)]
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Parses and checks the body of a request. Raises InvalidRequest, whose `param` names the first offending field."""
+    request = parse_body(CompletionRequest, body, MAX_TOKEN_VALUES)
+    refuse_unsupported(request.model_extra or {})
+    num_prompts = len(request.each())
+    if num_prompts > MAX_PROMPTS:
+        raise InvalidRequest(f"a request may have at most {MAX_PROMPTS} prompts, not {num_prompts}", param="prompt")
+    if request.best_of not in (None, request.num_choices):
+        message = f"`best_of` must be equal to `n`, which is {request.num_choices}, not {request.best_of}"
+        raise InvalidRequest(message, param="best_of")
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest("`max_tokens` may be 0 only with `echo`", param="max_tokens")
+    return request

@@ -1,0 +1,107 @@
+"""Defines how clients name tools: the tools of a request, which of them the model may or must call, and the calls that
+earlier messages made.
+
+`check_tools` checks them against each other. The module knows nothing of how a model writes a call
+(`modalities.answers`), nor of what the schemas of arguments mean.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from fabric.contracts import InvalidRequest
+
+MAX_TOOLS = 128
+"""Limits the tools of a request, as OpenAI does."""
+TOOL_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
+"""Matches the name of a tool, as OpenAI names tools; the dot is an extension that MCP clients use."""
+ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
+
+
+class _Tolerant(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+
+class FunctionDefinition(_Tolerant):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """This is the JSON schema of the arguments; without one the function takes any object."""
+    strict: bool | None = None
+    """Is tolerated: the arguments of a call always fit the schema."""
+
+
+class FunctionTool(_Tolerant):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(_Tolerant):
+    name: ToolName
+
+
+class NamedTool(_Tolerant):
+    """A `NamedTool` demands a call of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(_Tolerant):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1)]
+
+
+class AllowedToolsChoice(_Tolerant):
+    """An `AllowedToolsChoice` lets the model call some of the tools only."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoiceField = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+
+
+class CalledFunction(_Tolerant):
+    name: str
+    arguments: str = ""
+    """This is JSON as a model wrote it, so it may be broken."""
+
+
+class ToolCall(_Tolerant):
+    """A `ToolCall` is a call that an assistant's message made."""
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+def check_tools(tools: Sequence[FunctionTool], choice: ToolChoiceField | None) -> None:
+    """Raises InvalidRequest for too many tools, for two tools of one name, and for a choice of a tool that is not
+    among them."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"a request may have at most {MAX_TOOLS} tools, not {len(tools)}", param="tools")
+    names = Counter(tool.function.name for tool in tools)
+    twice = next((name for name, count in names.items() if count > 1), None)
+    if twice is not None:
+        raise InvalidRequest(f"two tools have the name `{twice}`, but each name must be unique", param="tools")
+    wanted = chosen_names(choice)
+    unknown = next((name for name in wanted if name not in names), None)
+    if unknown is not None:
+        message = f"`tool_choice` names the tool `{unknown}`, which is not among the tools"
+        raise InvalidRequest(message, param="tool_choice")
+    if choice == "required" and not tools:
+        raise InvalidRequest("`tool_choice` is `required`, but the request has no tools", param="tool_choice")
+
+
+def chosen_names(choice: ToolChoiceField | None) -> tuple[str, ...]:
+    """Returns the names of the tools that a choice names; none if it names none."""
+    if isinstance(choice, NamedTool):
+        return (choice.function.name,)
+    if isinstance(choice, AllowedToolsChoice):
+        return tuple(each.function.name for each in choice.allowed_tools.tools)
+    return ()

@@ -1,0 +1,215 @@
+"""Writes the answers of the endpoints that generate, whole or as server-sent events, from the deltas of their requests.
+
+An `AnswerWriter` turns what an `AnswerSource` yields into OpenAI's formats: `ChatAnswer` for chat completions and
+`CompletionAnswer` for completions. `FreshTokens` hands out what a client may ask for besides the text. The module knows
+nothing of HTTP connections, and the formats themselves are those of `router.api`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from fabric.contracts import WeftError
+from router.api import (
+    DONE,
+    ChatRequest,
+    ChoiceText,
+    ChunkWriter,
+    CompletionChunkWriter,
+    CompletionRequest,
+    CompletionText,
+    GenerationFields,
+    Head,
+    ScoredToken,
+    TextOffset,
+    TokenBytes,
+    completion,
+    error_event,
+    logprobs_object,
+    text_completion,
+)
+from router.run import Delta, JoinedStreams
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class AnswerTools(NamedTuple):
+    """Holds what writers need of the model."""
+
+    bytes_of: TokenBytes
+    decode: Decode
+    """Returns the text of token ids."""
+
+
+class AnswerWriter(Protocol):
+    """Writes one answer. For a stream, `opening` comes first, then `events` for each batch of deltas, and `closing` or
+    `failure` last. For a whole answer, `take` gets each batch, and `whole` comes last."""
+
+    def opening(self) -> bytes: ...
+
+    def events(self, deltas: Sequence[Delta]) -> bytes: ...
+
+    def closing(self) -> bytes: ...
+
+    def failure(self, error: WeftError) -> bytes: ...
+
+    def take(self, deltas: Sequence[Delta]) -> None: ...
+
+    def whole(self) -> bytes: ...
+
+
+class FreshTokens:
+    """A `FreshTokens` gives out the tokens of one answer, each once per choice, if the client asked for their ids or
+    log-probabilities."""
+
+    def __init__(self, source: JoinedStreams, request: GenerationFields) -> None:
+        self.has_ids = bool(request.return_token_ids)
+        self.has_logprobs = request.num_top_logprobs is not None
+        self.is_wanted = self.has_ids or self.has_logprobs
+        self._choices = source.choices
+        self._num_taken = [0] * len(source.choices)
+
+    def has_given(self, choice: int) -> bool:
+        """Tells whether tokens of the choice were given out already."""
+        return self._num_taken[choice] > 0
+
+    def take(self, choice: int) -> tuple[tuple[int, ...], list[ScoredToken]]:
+        """Returns the ids of the tokens that no earlier call has returned, and the tokens with their log-probabilities,
+        of which there are none if the client did not ask for them."""
+        output, start = self._choices[choice], self._num_taken[choice]
+        token_ids = output.emitted_from(start)
+        self._num_taken[choice] += len(token_ids)
+        return token_ids, output.scored_from(start) if self.has_logprobs else []
+
+
+class ChatAnswer:
+    """Writes a chat completion."""
+
+    def __init__(self, source: JoinedStreams, request: ChatRequest, head: Head, tools: AnswerTools) -> None:
+        self._source, self._request, self._head, self._tools = source, request, head, tools
+        self._writer = ChunkWriter(head, request.wants_usage_chunk)
+        self._fresh = FreshTokens(source, request)
+        self._texts: list[list[str]] = [[] for _ in source.choices]
+        self._reasons = [""] * len(self._texts)
+
+    def opening(self) -> bytes:
+        choices = range(len(self._source.choices))
+        return b"".join(self._writer.role(choice, self._prompt_token_ids) for choice in choices)
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(self._events(deltas))
+
+    def closing(self) -> bytes:
+        assert self._source.usage is not None
+        return self._writer.last(self._source.usage, self._source.degraded, self._explanation) + DONE
+
+    def failure(self, error: WeftError) -> bytes:
+        return error_event(error)
+
+    def take(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._texts[delta.choice].append(delta.text)
+            self._reasons[delta.choice] = delta.finish_reason or self._reasons[delta.choice]
+
+    def whole(self) -> bytes:
+        assert self._source.usage is not None
+        choices = [
+            ChoiceText(at, "".join(pieces), self._reasons[at], self._details(at))
+            for at, pieces in enumerate(self._texts)
+        ]
+        return completion(
+            self._head, choices, self._source.usage, self._prompt_token_ids, self._source.degraded, self._explanation
+        )
+
+    def _events(self, deltas: Iterable[Delta]) -> Iterable[bytes]:
+        for delta in deltas:
+            if delta.text:
+                yield self._writer.text(delta.choice, delta.text, self._details(delta.choice))
+            if delta.finish_reason is not None:
+                details = self._details(delta.choice)
+                yield self._writer.finish(delta.choice, delta.finish_reason, details, self._source.degraded)
+
+    def _details(self, choice: int) -> dict[str, object]:
+        """Returns the fields of a choice for its fresh tokens. The first chunk of a choice has log-probabilities even
+        if there are none yet."""
+        if not self._fresh.is_wanted:
+            return {}
+        is_first = not self._fresh.has_given(choice)
+        token_ids, scored = self._fresh.take(choice)
+        fields: dict[str, object] = {"token_ids": token_ids} if self._fresh.has_ids else {}
+        if self._fresh.has_logprobs and (token_ids or is_first):
+            fields["logprobs"] = logprobs_object(scored, self._tools.bytes_of)
+        return fields
+
+    @property
+    def _prompt_token_ids(self) -> tuple[int, ...] | None:
+        return self._source.prompt_token_ids(0) if self._fresh.has_ids else None
+
+    @property
+    def _explanation(self) -> dict[str, object] | None:
+        return self._source.record() if self._request.wants_explanation else None
+
+
+class CompletionAnswer:
+    """Writes a completion. With `echo`, each choice begins with its prompt."""
+
+    def __init__(self, source: JoinedStreams, request: CompletionRequest, head: Head, tools: AnswerTools) -> None:
+        self._source, self._request, self._head, self._tools = source, request, head, tools
+        self._writer = CompletionChunkWriter(head, request.wants_usage_chunk)
+        self._fresh = FreshTokens(source, request)
+        self._texts = [[self._echo(choice)] for choice in range(len(source.choices))]
+        self._offsets = [TextOffset(len(texts[0])) for texts in self._texts]
+        self._reasons = [""] * len(self._texts)
+
+    def opening(self) -> bytes:
+        """Returns the echoed prompts, if the client asked for them."""
+        if not self._request.echo:
+            return b""
+        return b"".join(self._writer.text(at, pieces[0], None, {}) for at, pieces in enumerate(self._texts))
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(
+            self._writer.text(delta.choice, delta.text, delta.finish_reason, self._details(delta.choice))
+            for delta in deltas
+        )
+
+    def closing(self) -> bytes:
+        assert self._source.usage is not None
+        return self._writer.last(self._source.usage, self._explanation) + DONE
+
+    def failure(self, error: WeftError) -> bytes:
+        return error_event(error)
+
+    def take(self, deltas: Sequence[Delta]) -> None:
+        for delta in deltas:
+            self._texts[delta.choice].append(delta.text)
+            self._reasons[delta.choice] = delta.finish_reason or self._reasons[delta.choice]
+
+    def whole(self) -> bytes:
+        assert self._source.usage is not None
+        choices = [
+            CompletionText(at, "".join(pieces), self._reasons[at], self._details(at))
+            for at, pieces in enumerate(self._texts)
+        ]
+        return text_completion(self._head, choices, self._source.usage, self._explanation)
+
+    def _echo(self, choice: int) -> str:
+        return self._tools.decode(self._source.prompt_token_ids(choice)) if self._request.echo else ""
+
+    def _details(self, choice: int) -> dict[str, object]:
+        if not self._fresh.is_wanted:
+            return {}
+        is_first = not self._fresh.has_given(choice)
+        token_ids, scored = self._fresh.take(choice)
+        fields: dict[str, object] = {"token_ids": token_ids} if self._fresh.has_ids else {}
+        if self._fresh.has_ids and is_first:
+            fields["prompt_token_ids"] = self._source.prompt_token_ids(choice)
+        if self._fresh.has_logprobs:
+            num_top = self._request.num_top_logprobs or 0
+            fields["logprobs"] = self._offsets[choice].logprobs(scored, self._tools.bytes_of, num_top)
+        return fields
+
+    @property
+    def _explanation(self) -> dict[str, object] | None:
+        return self._source.record() if self._request.wants_explanation else None

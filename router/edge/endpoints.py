@@ -1,0 +1,52 @@
+"""Describes each endpoint that generates: how its body is read, which requests that makes of the cluster, and who
+writes the answer.
+
+The module knows nothing of HTTP connections, or of how requests are served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from router.api import Head, parse_chat, parse_completion
+from router.edge.answers import AnswerTools, AnswerWriter, ChatAnswer, CompletionAnswer
+from router.prompt import PromptRequest
+from router.run import JoinedStreams
+
+WriterOf = Callable[[JoinedStreams, Head, AnswerTools], AnswerWriter]
+
+
+class Asked(NamedTuple):
+    """An `Asked` is what one body asks for."""
+
+    requests: Sequence[PromptRequest]
+    is_streamed: bool
+    writer: WriterOf
+
+
+class Endpoint(NamedTuple):
+    """An `Endpoint` is one that generates."""
+
+    id_prefix: str
+    """Begins the ids of its answers."""
+    read: Callable[[bytes], Asked]
+    """Reads a body. Raises InvalidRequest."""
+
+
+def read_chat(body: bytes) -> Asked:
+    chat = parse_chat(body)
+    return Asked([chat], bool(chat.stream), lambda source, head, tools: ChatAnswer(source, chat, head, tools))
+
+
+def read_completion(body: bytes) -> Asked:
+    request = parse_completion(body)
+    return Asked(
+        request.each(),
+        bool(request.stream),
+        lambda source, head, tools: CompletionAnswer(source, request, head, tools),
+    )
+
+
+CHAT = Endpoint("chatcmpl-", read_chat)
+COMPLETIONS = Endpoint("cmpl-", read_completion)
