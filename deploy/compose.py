@@ -5,6 +5,7 @@ The module is the composition root: the only place where the encoder pool, the w
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import time
@@ -12,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -308,6 +310,13 @@ def tenants(config: ClusterConfig) -> tuple[Tenant, ...]:
     )
 
 
+def system_fingerprint(model: Model) -> str:
+    """Returns a name for what makes answers: the version of Weft and the configuration of the model."""
+    digest = hashlib.sha256(metadata.version("weft").encode())
+    digest.update((model.directory / "config.json").read_bytes())
+    return f"fp_{digest.hexdigest()[:12]}"
+
+
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
     from modalities import probing
@@ -317,6 +326,9 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
     media = config.media
     router_config = RouterConfig(
         model_name=model.name,
+        system_fingerprint=system_fingerprint(model),
+        tool_format=config.model.tool_format,
+        reads_reasoning=config.model.reads_reasoning,
         shows_members=config.ray.address is None,
         block_size=config.workers.block_size,
         feature_itemsize=DTYPE_TO_BYTES[config.model.dtype],

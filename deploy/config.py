@@ -78,6 +78,11 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
     """Sets the dtype of weights, KV pages and features. `auto` means the checkpoint's own dtype, or float32 if
     everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = default_of(RouterConfig, "tool_format")
+    """Says how the model writes calls of tools; `auto` means as its chat template writes them."""
+    reads_reasoning: bool = default_of(RouterConfig, "reads_reasoning")
+    """Says whether answers tell the model's reasoning apart from the text (`reasoning_content`), where its chat
+    template has marks for it."""
 
 
 class ServerSection(Section):

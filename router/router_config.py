@@ -60,6 +60,10 @@ class RouterConfig:
     """This is the number of tokens per KV block. It must equal the workers' own, or the router never finds a prefix."""
     system_fingerprint: str = ""
     """Names the version of Weft and of the model in answers; it is left out if it is empty."""
+    tool_format: str = "auto"
+    """Names the format in which the model writes calls of tools (`modalities.answers`)."""
+    reads_reasoning: bool = True
+    """Says whether answers tell the model's reasoning apart from the text."""
     feature_itemsize: int = 4
     """This is the size in bytes of one number of a feature, for the planner's estimate of transfers."""
     max_body_bytes: int = 32 * MIB

@@ -329,12 +329,14 @@ class RouterService:
         news: asyncio.Event | None,
     ) -> RequestStream:
         request_id, prompt_builder = trace.request_id, self._prompt_builder
+        shown = prompt_builder.shown_token_ids(draft)
         choices = [
-            ChoiceOutput(IncrementalDetokenizer(self._codec), prompt.stop_strings, prompt.ending_token_ids)
+            ChoiceOutput(IncrementalDetokenizer(self._codec, shown), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)
         stream.record = trace.to_json
+        stream.answer = draft.answer
         degradation = DegradationPolicy(
             wanted_policy(draft.request) or self.config.on_encode_failure,
             lambda item, reduction: prompt_builder.is_reducible(draft, item, reduction),

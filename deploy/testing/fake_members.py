@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -79,6 +80,8 @@ class WorkerScript:
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     frames: Callable[[list[TokenFrame]], list[TokenFrame]] = lambda frames: frames
     """Returns the frames that the worker sends instead. It may lose, repeat or delay frames."""
+    reply: str | None = None
+    """The worker answers with this text instead of the fixed function; names of special tokens become these tokens."""
     forgets_prefix: bool = False
     """The worker admits requests without the cached blocks that the router may expect."""
 
@@ -175,13 +178,22 @@ class FakeWorker:
     def _reply(self, request: GenerateRequest, choice: int) -> tuple[list[int], str]:
         text = reply_text(request.token_ids, request.sampling.seed, choice)
         eos = self._codec.eos_token_ids[0]
-        ids = [*self._codec.encode(text), eos]
+        reply = self.script.reply
+        ids = [*(self._codec.encode(text) if reply is None else self._with_specials(reply)), eos]
         if request.stop.ignore_eos:
             ids = (ids * (request.stop.max_tokens // len(ids) + 1))[: request.stop.max_tokens]
             return ids, "length"
         stops = {index for index, token_id in enumerate(ids) if token_id in (*request.stop.stop_token_ids, eos)}
         end = min(stops) + 1
         return (ids[: request.stop.max_tokens], "length") if end > request.stop.max_tokens else (ids[:end], "stop")
+
+    def _with_specials(self, text: str) -> list[int]:
+        names = [re.escape(str(self._codec.token_text(each))) for each in self._codec.special_token_ids]
+        ids: list[int] = []
+        for piece in re.split(f"({'|'.join(names)})", text):
+            special = self._codec.token_id(piece) if piece else None
+            ids += self._codec.encode(piece) if special is None else [special]
+        return ids
 
     def _is_aborted(self, request: GenerateRequest, choice: int) -> bool:
         mine = [

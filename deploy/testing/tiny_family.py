@@ -44,13 +44,13 @@ TEMPLATE = (
 _NO_WEIGHTS = "the tiny family has no weights"
 
 
-def tiny_codec() -> TextCodec:
+def tiny_codec(template: str = TEMPLATE) -> TextCodec:
     """Returns a codec with bytes 0 to 255 as ids 0 to 255, followed by the special tokens."""
     tokenizer = Tokenizer(models.BPE(vocab=dict(LETTER_TO_BYTE), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
-    return TextCodec(tokenizer, ChatTemplate(TEMPLATE, {}, datetime.now), (EOS,))
+    return TextCodec(tokenizer, ChatTemplate(template, {}, datetime.now), (EOS,))
 
 
 class TinyFamily:

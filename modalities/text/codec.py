@@ -119,6 +119,11 @@ class TextCodec:
         """Returns the text of the ids. Bytes that are not UTF-8 become U+FFFD; ids without a token become nothing."""
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    @property
+    def template_source(self) -> str:
+        """Returns the source of the chat template."""
+        return self._template.source
+
     def token_text(self, token_id: int) -> str | None:
         """Returns the token's entry in the vocabulary, or None if there is none. An ordinary token's entry consists of
         byte-level letters."""
@@ -343,6 +348,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime]) -> None:
         """Compiles the template. Raises ConfigError if the source is no template."""
+        self.source = source
         self._special_tokens = dict(special_tokens)
         environment = _environment(now)
         try:

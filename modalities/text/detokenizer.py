@@ -23,8 +23,10 @@ class IncrementalDetokenizer:
     Another process rebuilds its state by pushing the same ids again.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, shown: frozenset[int] = frozenset()) -> None:
+        """Takes the ids of special tokens whose names appear in the text, in `shown`."""
         self._codec = codec
+        self._hidden = codec.special_token_ids - shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -38,7 +40,7 @@ class IncrementalDetokenizer:
         return rest
 
     def _bytes(self, token_id: int) -> bytes:
-        return b"" if token_id in self._codec.special_token_ids else token_bytes(self._codec, token_id)
+        return b"" if token_id in self._hidden else token_bytes(self._codec, token_id)
 
 
 def token_bytes(codec: TextCodec, token_id: int) -> bytes:

@@ -38,6 +38,7 @@ from router.api.completion_response import CompletionChunkWriter, CompletionText
 from router.api.field_errors import describe_flaw, shown
 from router.api.generation_fields import GenerationFields, check_generation, check_model, model_not_found
 from router.api.http_errors import envelope, http_error, status_of
+from router.api.tool_fields import ToolCall, chosen_names
 
 __all__ = [
     "DONE",
@@ -60,12 +61,14 @@ __all__ = [
     "TextOffset",
     "TextPart",
     "TokenBytes",
+    "ToolCall",
     "Usage",
     "check_chat",
     "check_context",
     "check_generation",
     "check_messages",
     "check_model",
+    "chosen_names",
     "completion",
     "describe_flaw",
     "envelope",

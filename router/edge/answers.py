@@ -1,21 +1,24 @@
 """Writes the answers of the endpoints that generate, whole or as server-sent events, from the deltas of their requests.
 
 An `AnswerWriter` turns what an `AnswerSource` yields into OpenAI's formats: `ChatAnswer` for chat completions and
-`CompletionAnswer` for completions. `FreshTokens` hands out what a client may ask for besides the text. The module knows
-nothing of HTTP connections, and the formats themselves are those of `router.api`.
+`CompletionAnswer` for completions. A `PieceReader` tells calls of tools and reasoning apart from the text, and
+`FreshTokens` hands out what a client may ask for besides the text. The module knows nothing of HTTP connections, and
+the formats themselves are those of `router.api`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from fabric.contracts import WeftError
+from modalities.answers import AnswerPiece, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallStart
 from router.api import (
     DONE,
     ChatRequest,
     ChoiceText,
     ChunkWriter,
+    CompletedCall,
     CompletionChunkWriter,
     CompletionRequest,
     CompletionText,
@@ -29,6 +32,7 @@ from router.api import (
     logprobs_object,
     text_completion,
 )
+from router.prompt import new_call_id
 from router.run import Delta, JoinedStreams
 
 Decode = Callable[[Sequence[int]], str]
@@ -83,6 +87,63 @@ class FreshTokens:
         return token_ids, output.scored_from(start) if self.has_logprobs else []
 
 
+class PieceReader:
+    """A `PieceReader` reads the pieces of one answer (text, reasoning, calls of tools) out of its deltas."""
+
+    def __init__(self, source: JoinedStreams) -> None:
+        self._answer = source.answer
+        num = len(source.choices)
+        self._parsers = [] if self._answer.is_plain else [self._answer.parser() for _ in range(num)]
+        self._has_calls = [False] * num
+
+    def pieces(self, delta: Delta) -> list[AnswerPiece]:
+        """Returns the pieces that a delta completes. The order of deltas must be that of their choice's text."""
+        if not self._parsers:
+            return [TextPiece(delta.text)] if delta.text else []
+        parser = self._parsers[delta.choice]
+        pieces = parser.push(delta.text) if delta.text else []
+        if delta.finish_reason is not None:
+            pieces += parser.flush()
+        self._has_calls[delta.choice] |= any(isinstance(piece, ToolCallStart) for piece in pieces)
+        return pieces
+
+    def finish_reason(self, choice: int, reason: str) -> str:
+        """Returns the finish reason of a choice as clients see it: a choice that ended by itself after a call of a tool
+        ended for the call."""
+        return "tool_calls" if reason == "stop" and self._has_calls[choice] else reason
+
+    def new_call_id(self) -> str:
+        return new_call_id(self._answer.tools)
+
+
+class GatheredChoice:
+    """A `GatheredChoice` collects the pieces of one choice of a whole answer."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[CompletedCall] = []
+        self._arguments: list[list[str]] = []
+        self.finish_reason = ""
+
+    def add(self, piece: AnswerPiece, new_call_id: Callable[[], str]) -> None:
+        match piece:
+            case TextPiece(text):
+                self.texts.append(text)
+            case ReasoningPiece(text):
+                self.reasoning.append(text)
+            case ToolCallStart(_, name):
+                self.calls.append(CompletedCall(new_call_id(), name, ""))
+                self._arguments.append([])
+            case ToolCallArguments(index, text):
+                self._arguments[index].append(text)
+
+    @property
+    def completed_calls(self) -> list[CompletedCall]:
+        pairs = zip(self.calls, self._arguments, strict=True)
+        return [call._replace(arguments="".join(texts)) for call, texts in pairs]
+
+
 class ChatAnswer:
     """Writes a chat completion."""
 
@@ -90,15 +151,16 @@ class ChatAnswer:
         self._source, self._request, self._head, self._tools = source, request, head, tools
         self._writer = ChunkWriter(head, request.wants_usage_chunk)
         self._fresh = FreshTokens(source, request)
-        self._texts: list[list[str]] = [[] for _ in source.choices]
-        self._reasons = [""] * len(self._texts)
+        self._reader = PieceReader(source)
+        self._gathered = [GatheredChoice() for _ in source.choices]
+        self._shows_reasoning = request.include_reasoning is not False
 
     def opening(self) -> bytes:
         choices = range(len(self._source.choices))
         return b"".join(self._writer.role(choice, self._prompt_token_ids) for choice in choices)
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
-        return b"".join(self._events(deltas))
+        return b"".join(event for delta in deltas for event in self._events(delta))
 
     def closing(self) -> bytes:
         assert self._source.usage is not None
@@ -109,26 +171,56 @@ class ChatAnswer:
 
     def take(self, deltas: Sequence[Delta]) -> None:
         for delta in deltas:
-            self._texts[delta.choice].append(delta.text)
-            self._reasons[delta.choice] = delta.finish_reason or self._reasons[delta.choice]
+            gathered = self._gathered[delta.choice]
+            for piece in self._reader.pieces(delta):
+                gathered.add(piece, self._reader.new_call_id)
+            if delta.finish_reason is not None:
+                gathered.finish_reason = self._reader.finish_reason(delta.choice, delta.finish_reason)
 
     def whole(self) -> bytes:
         assert self._source.usage is not None
         choices = [
-            ChoiceText(at, "".join(pieces), self._reasons[at], self._details(at))
-            for at, pieces in enumerate(self._texts)
+            ChoiceText(
+                at,
+                "".join(each.texts),
+                each.finish_reason,
+                self._details(at),
+                "".join(each.reasoning) if self._shows_reasoning else "",
+                each.completed_calls,
+            )
+            for at, each in enumerate(self._gathered)
         ]
         return completion(
             self._head, choices, self._source.usage, self._prompt_token_ids, self._source.degraded, self._explanation
         )
 
-    def _events(self, deltas: Iterable[Delta]) -> Iterable[bytes]:
-        for delta in deltas:
-            if delta.text:
-                yield self._writer.text(delta.choice, delta.text, self._details(delta.choice))
-            if delta.finish_reason is not None:
-                details = self._details(delta.choice)
-                yield self._writer.finish(delta.choice, delta.finish_reason, details, self._source.degraded)
+    def _events(self, delta: Delta) -> Iterator[bytes]:
+        """Yields the events of one delta. Details go with the first event, or alone if there is none."""
+        choice = delta.choice
+        pieces = self._reader.pieces(delta)
+        details = self._details(choice) if pieces or self._fresh.is_wanted else {}
+        for piece in pieces:
+            event = self._event(choice, piece, details)
+            if event:
+                yield event
+                details = {}
+        if delta.finish_reason is not None:
+            reason = self._reader.finish_reason(choice, delta.finish_reason)
+            yield self._writer.finish(choice, reason, details, self._source.degraded)
+        elif details and details.get("token_ids", details.get("logprobs")):
+            yield self._writer.details(choice, details)
+
+    def _event(self, choice: int, piece: AnswerPiece, details: dict[str, object]) -> bytes:
+        match piece:
+            case TextPiece(text):
+                return self._writer.text(choice, text, details)
+            case ReasoningPiece(text):
+                return self._writer.reasoning(choice, text, details) if self._shows_reasoning else b""
+            case ToolCallStart(index, name):
+                call = CompletedCall(self._reader.new_call_id(), name, "")
+                return self._writer.call_start(choice, index, call, details)
+            case ToolCallArguments(index, text):
+                return self._writer.call_arguments(choice, index, text, details)
 
     def _details(self, choice: int) -> dict[str, object]:
         """Returns the fields of a choice for its fresh tokens. The first chunk of a choice has log-probabilities even

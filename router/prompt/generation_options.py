@@ -3,7 +3,7 @@ what its output must match (`grammar_of`): all that a worker is told about gener
 
 `grammar_of` turns what a client asks for as structured output into one grammar in llguidance's notation, or refuses it
 with a 400 that states the reason. It supports OpenAI's `response_format` and vLLM's `structured_outputs` and
-`guided_*`. The grammar is compiled here once, without a tokenizer, to check it; the worker compiles it again with one.
+`guided_*`. `check_grammar` compiles it once, without a tokenizer; the worker compiles it again with one.
 
 The module knows nothing of media or prompts, and draws no tokens.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
@@ -84,21 +84,30 @@ JSON_OBJECT: dict[str, Any] = {"type": "object"}
 KINDS = ("json", "regex", "choice", "json_object")
 
 
-def grammar_of(fields: GenerationFields) -> str:
-    """Returns the request's grammar, which is empty if any text is allowed. May take a tenth of a second. Raises
-    InvalidRequest; `param` names the field."""
+class Grammar(NamedTuple):
+    """A `Grammar` is what an output must match; any text matches the empty one."""
+
+    text: str
+    param: str
+    """Names the field of the request that asks for it."""
+
+
+FREE = Grammar("", "")
+
+
+def grammar_of(fields: GenerationFields) -> Grammar:
+    """Returns the grammar that the request asks for; it is not checked yet (`check_grammar`). Raises InvalidRequest;
+    `param` names the field."""
     asked = {**_of_response_format(fields), **_of_structured_outputs(fields), **_of_guided(fields)}
     if not asked:
-        return ""
+        return FREE
     if len(asked) > 1:
         names = ", ".join(f"`{name}`" for name in asked)
         message = f"only one field may ask for structured output, but the request has {names}"
         raise InvalidRequest(message, param=list(asked)[1])
     ((param, (kind, value)),) = asked.items()
     builders = {"json": _of_schema, "regex": _of_regex, "choice": _of_choice}
-    grammar = builders[kind](value, param)
-    _check(grammar, param)
-    return grammar
+    return Grammar(builders[kind](value, param), param)
 
 
 # ------------------------------------------------------------ reading the request: param -> (kind, value)
@@ -226,7 +235,16 @@ def _check_shape(schema: object, param: str) -> None:
     )
 
 
-def _check(grammar: str, param: str) -> None:
+def check_schema(schema: object, param: str) -> None:
+    """Raises InvalidRequest if a schema is larger or deeper than a grammar's may be."""
+    _check_shape(schema, param)
+    _check_size(json.dumps(schema), param)
+
+
+def check_grammar(grammar: str, param: str) -> None:
+    """Compiles a grammar, which may take a tenth of a second. Raises InvalidRequest if it can't be compiled."""
+    if not grammar:
+        return
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
     if is_error:
         lines = [line.strip() for message in messages for line in message.splitlines()]

@@ -29,6 +29,7 @@ from router.api import (
     MediaPart,
     Part,
     TextPart,
+    ToolCall,
     check_context,
     check_generation,
     check_messages,
@@ -36,7 +37,8 @@ from router.api import (
     shown,
     video_options,
 )
-from router.prompt.generation_options import grammar_of, sampling_of, stop_conditions
+from router.prompt.answer_formats import PLAIN, AnswerFormats, AnswerPlan, called_arguments
+from router.prompt.generation_options import check_grammar, check_schema, grammar_of, sampling_of, stop_conditions
 from router.prompt.request_media import (
     NOTHING_LOST,
     VIDEO,
@@ -136,6 +138,7 @@ class Draft:
     video_options: MediaOptions
     sampling: SamplingParams
     """This is drawn once, so that a prompt that is made again draws the same tokens."""
+    answer: AnswerPlan = PLAIN
 
 
 PARSE_IN_THREAD_BYTES = 64 * 1024
@@ -165,6 +168,7 @@ class PromptBuilder:
             config.model_name, self.max_items, config.media_limits, registry, prober, self._in_media_thread
         )
         self._planner = MediaPlanner(family)
+        self._formats = AnswerFormats(codec, config.tool_format, config.reads_reasoning)
         self._kv_schemes: tuple[KvScheme, ...] = ()
 
     async def start(self) -> None:
@@ -194,14 +198,14 @@ class PromptBuilder:
         request; raises Busy or Unavailable if a medium can't be read now."""
         vocab_size = self.family.shape.vocab_size
         check_generation(request, self._config, vocab_size)
-        grammar = await self._threads.run(Work.GRAMMAR, grammar_of, request) if request.is_structured else ""
-        sampling = sampling_of(request, vocab_size, grammar)
         if isinstance(request, ChatRequest):
-            return await self._read_chat(request, sampling)
+            return await self._read_chat(request)
         check_token_ids(request.token_ids, vocab_size)
+        grammar = await self._threads.run(Work.GRAMMAR, completion_grammar, request) if request.is_structured else ""
+        sampling = sampling_of(request, vocab_size, grammar)
         return Draft(request, (), (), self._config.video_options, sampling)
 
-    async def _read_chat(self, chat: ChatRequest, sampling: SamplingParams) -> Draft:
+    async def _read_chat(self, chat: ChatRequest) -> Draft:
         check_messages(chat, self._config)
         contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
         parts = [part for content in contents if not isinstance(content, str) for part in content]
@@ -211,13 +215,26 @@ class PromptBuilder:
             raise InvalidRequest(message, param="messages")
         kwargs = chat.mm_processor_kwargs
         probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
+        answer, grammar = PLAIN, ""
+        if chat.is_structured or chat.tools or self._formats.reasoning is not None:
+            answer, grammar = await self._threads.run(Work.GRAMMAR, self._answer, chat)
         return Draft(
             request=without_contents(chat),
             contents=tuple(content if isinstance(content, str) else without_fields(content) for content in contents),
             media=tuple(probed),
             video_options=video_options(self._config.video_options, kwargs),
-            sampling=sampling,
+            sampling=sampling_of(chat, self.family.shape.vocab_size, grammar),
+            answer=answer,
         )
+
+    def _answer(self, chat: ChatRequest) -> tuple[AnswerPlan, str]:
+        """Returns how the answer is read, and the grammar that it must match. Raises InvalidRequest."""
+        for index, tool in enumerate(chat.tools or ()):
+            check_schema(tool.function.parameters or {}, f"tools.{index}.function.parameters")
+        answer, response = self._formats.plan(chat), grammar_of(chat)
+        grammar = self._formats.grammar(answer, response.text)
+        check_grammar(grammar, response.param or "tools")
+        return answer, grammar
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
         """Returns the prompt without what was lost. Raises a RequestRefused."""
@@ -227,6 +244,10 @@ class PromptBuilder:
         """Returns whether the item, already reduced `reduction` times, would cost less if it were reduced once more."""
         medium = next(medium for medium in draft.media if medium.part == key.part)
         return self._planner.is_reducible(medium, key, draft.video_options, reduction)
+
+    def shown_token_ids(self, draft: Draft) -> frozenset[int]:
+        """Returns the ids of control tokens that an answer's text must show, because its parser reads them."""
+        return frozenset() if draft.answer.is_plain else self._formats.shown_token_ids(draft.answer)
 
     async def _in_media_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._threads.run(Work.MEDIA, function, *args, **kwargs)
@@ -295,7 +316,13 @@ class PromptBuilder:
         """Returns the token ids of the prompt, with one placeholder token per medium."""
         request, longest = draft.request, self.family.shape.max_model_len
         if isinstance(request, ChatRequest):
-            return self.codec.render(self._messages(request, draft.contents, losses), most_tokens=longest)
+            messages = self._messages(request, draft.contents, losses)
+            return self.codec.render(
+                self._formats.tool_messages(messages, draft.answer),
+                add_generation_prompt=request.add_generation_prompt is not False,
+                template_kwargs=self._formats.template_variables(request, draft.answer),
+                most_tokens=longest,
+            )
         return request.token_ids or self.codec.encode(request.text)
 
     def _messages(
@@ -310,7 +337,10 @@ class PromptBuilder:
                 "role": role,
                 "content": content if isinstance(content, str) else self._parts(content, losses),
             }
-            entry |= {key: value for key in ("name", "tool_call_id") if (value := getattr(message, key)) is not None}
+            named = ("name", "tool_call_id", "reasoning_content")
+            entry |= {key: value for key in named if (value := getattr(message, key)) is not None}
+            if message.tool_calls:
+                entry["tool_calls"] = [_template_call(call) for call in message.tool_calls]
             messages.append(entry)
         return messages
 
@@ -324,6 +354,18 @@ class PromptBuilder:
             if ItemKey(part.param, modality) not in losses.removed:
                 parts.append({"type": modality})
         return parts
+
+
+def _template_call(call: ToolCall) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": called_arguments(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def completion_grammar(request: CompletionRequest) -> str:
+    """Returns the grammar that a completion must match. Raises InvalidRequest."""
+    grammar = grammar_of(request)
+    check_grammar(grammar.text, grammar.param)
+    return grammar.text
 
 
 def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 
 from router.api import Usage, usage_sum
+from router.prompt import AnswerPlan
 from router.run.request_output import ChoiceOutput, Delta, RequestStream
 
 
@@ -33,6 +34,11 @@ class JoinedStreams:
     def degraded(self) -> list[dict[str, object]]:
         """Lists the media that the model did not get as they were sent, as JSON objects."""
         return [step.to_json() for stream in self._streams for step in stream.degraded]
+
+    @property
+    def answer(self) -> AnswerPlan:
+        """Says how the text of a choice is read; it is the same for all choices."""
+        return self._streams[0].answer
 
     def record(self) -> dict[str, object]:
         """Returns the record of the first request as JSON values."""

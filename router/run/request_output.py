@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 from fabric.contracts import Aborted, RequestId, TokenLogprobs, WeftError
 from modalities.text import StopStrings
 from router.api import ScoredToken, Usage
+from router.prompt import PLAIN, AnswerPlan
 from router.run.failures import StepDown
 
 # ------------------------------------------------------------ the stream of a request
@@ -51,6 +52,8 @@ class RequestStream:
         """Lists the media that the model did not get as they were sent. It is fixed once the stream is started."""
         self.choices = tuple(choices)
         self.usage: Usage | None = None
+        self.answer: AnswerPlan = PLAIN
+        """Says how the text of a choice is read."""
         self.record: Callable[[], dict[str, object]] = dict
         """Returns the record of the request as JSON values; it is whole once the stream has ended."""
         self._error: WeftError | None = None

@@ -9,7 +9,22 @@ from router_chats import chat
 
 import router.prompt.generation_options
 from fabric.contracts import InvalidRequest
-from router.prompt.generation_options import MAX_CHOICES, MAX_GRAMMAR_BYTES, MAX_SCHEMA_DEPTH, grammar_of
+from router.api import ChatRequest
+from router.prompt.generation_options import (
+    MAX_CHOICES,
+    MAX_GRAMMAR_BYTES,
+    MAX_SCHEMA_DEPTH,
+    check_grammar,
+    grammar_of,
+)
+
+
+def checked(asked: ChatRequest) -> str:
+    """Returns the grammar that a request asks for, after its check."""
+    grammar = grammar_of(asked)
+    check_grammar(grammar.text, grammar.param)
+    return grammar.text
+
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -30,7 +45,7 @@ def as_schema(schema: object) -> dict[str, object]:
     ],
 )
 def test_asking_for_nothing_gives_no_grammar(fields: dict[str, object]) -> None:
-    assert grammar_of(chat(**fields)) == ""
+    assert checked(chat(**fields)) == ""
 
 
 @pytest.mark.parametrize(
@@ -46,7 +61,7 @@ def test_what_is_too_large_is_not_written_out_first(fields: dict[str, object], m
     asked = chat(**fields)
     monkeypatch.setattr(router.prompt.generation_options, "json", None)
     with pytest.raises(InvalidRequest, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
-        grammar_of(asked)
+        checked(asked)
 
 
 def test_one_meaning_has_one_grammar_however_it_is_asked_for() -> None:
@@ -57,14 +72,14 @@ def test_one_meaning_has_one_grammar_however_it_is_asked_for() -> None:
         {"guided_json": SCHEMA},
         {"guided_json": SCHEMA | {"x-guidance": {"lenient": True}}},
     ]
-    (grammar,) = {grammar_of(chat(**way)) for way in ways}
+    (grammar,) = {checked(chat(**way)) for way in ways}
     assert "properties" in grammar
     objects = {
-        grammar_of(chat(response_format={"type": "json_object"})),
-        grammar_of(chat(guided_json='{"type":"object"}')),
+        checked(chat(response_format={"type": "json_object"})),
+        checked(chat(guided_json='{"type":"object"}')),
     }
-    assert len(objects | {grammar_of(chat(structured_outputs={"json_object": True}))}) == 1
-    assert grammar_of(chat(guided_choice=["a", "b"])) == grammar_of(chat(structured_outputs={"choice": ["a", "b"]}))
+    assert len(objects | {checked(chat(structured_outputs={"json_object": True}))}) == 1
+    assert checked(chat(guided_choice=["a", "b"])) == checked(chat(structured_outputs={"choice": ["a", "b"]}))
 
 
 def nested(depth: int) -> dict[str, object]:
@@ -103,16 +118,16 @@ def nested(depth: int) -> dict[str, object]:
 )
 def test_what_can_not_be_honoured_is_named(fields: dict[str, object], param: str, words: str) -> None:
     with pytest.raises(InvalidRequest, match=words) as caught:
-        grammar_of(chat(**fields))
+        checked(chat(**fields))
     assert caught.value.param == param
     assert len(caught.value.message) < 500
 
 
 @pytest.mark.parametrize("depth", [1, MAX_SCHEMA_DEPTH - 2])
 def test_schemas_within_the_limits_pass(depth: int) -> None:
-    assert grammar_of(chat(guided_json=nested(depth)))
+    assert checked(chat(guided_json=nested(depth)))
 
 
 @pytest.mark.parametrize("regex", ["a/b", "a\nb", "/ | start", '"', "é+", "#x", "^a$", "(?i)ab"])
 def test_a_regex_can_not_leave_its_place_in_the_grammar(regex: str) -> None:
-    assert grammar_of(chat(guided_regex=regex))
+    assert checked(chat(guided_regex=regex))
