@@ -47,6 +47,7 @@ from fabric.contracts import (
     SystemClock,
     TokenFrame,
     TokenFrames,
+    TokenLogprobs,
     TraceEvent,
     UnitKey,
     UnitReady,
@@ -157,7 +158,16 @@ class FakeWorker:
                 token_ids = tuple(ids[at[choice] : at[choice] + 1])
                 is_last = at[choice] + len(token_ids) >= len(ids)
                 reasons[choice] = reason if is_last else None
-                frame = TokenFrame(request.request_id, request.attempt, choice, at[choice], token_ids, reasons[choice])
+                wants_logprobs = request.sampling.num_top_logprobs is not None
+                frame = TokenFrame(
+                    request.request_id,
+                    request.attempt,
+                    choice,
+                    at[choice],
+                    token_ids,
+                    reasons[choice],
+                    tuple(TokenLogprobs(-0.5, ((token_id, -0.5),)) for token_id in token_ids) if wants_logprobs else (),
+                )
                 frames.append(frame)
                 at[choice] += len(token_ids)
             self._send_frames(request, frames)

@@ -1,8 +1,9 @@
 """Holds OpenAI's HTTP formats, so that the rest of the router works on values of its own.
 
 Requests: `request_body` parses JSON, `generation_fields` defines what every endpoint that generates takes, and
-`chat_request` (with `chat_message` and `tool_fields`) and `completion_request` define the rest. Answers:
-`answer_parts` holds what answers consist of, and `chat_response` and `completion_response` write them and their chunks.
+`chat_request` (with `chat_message` and `tool_fields`), `completion_request` and `responses_request` define the rest.
+Answers: `answer_parts` holds what answers consist of, and `chat_response`, `completion_response` and `responses_answer`
+write them and their chunks.
 Errors: `http_errors` gives each error its status and its envelope, and `field_errors` puts what is wrong with a field
 into words.
 
@@ -38,6 +39,8 @@ from router.api.completion_response import CompletionChunkWriter, CompletionText
 from router.api.field_errors import describe_flaw, shown
 from router.api.generation_fields import GenerationFields, check_generation, check_model, model_not_found
 from router.api.http_errors import envelope, http_error, status_of
+from router.api.responses_answer import ResponseWriter
+from router.api.responses_request import ResponsesChat, parse_responses
 from router.api.tool_fields import ToolCall, chosen_names
 
 __all__ = [
@@ -57,6 +60,8 @@ __all__ = [
     "Head",
     "MediaPart",
     "Part",
+    "ResponseWriter",
+    "ResponsesChat",
     "ScoredToken",
     "TextOffset",
     "TextPart",
@@ -79,6 +84,7 @@ __all__ = [
     "model_object",
     "parse_chat",
     "parse_completion",
+    "parse_responses",
     "parts_of",
     "shown",
     "status_of",

@@ -48,6 +48,8 @@ class Usage(NamedTuple):
     num_cached_tokens: int
     modality_to_tokens: dict[str, int]
     """Counts, per modality, the prompt tokens that are placeholders of a medium."""
+    num_reasoning_tokens: int = 0
+    """Counts the completion tokens with which the model reasoned before its answer."""
 
     def to_json(self) -> dict[str, object]:
         media_tokens = sum(self.modality_to_tokens.values())
@@ -59,7 +61,11 @@ class Usage(NamedTuple):
             "completion_tokens": self.num_completion_tokens,
             "total_tokens": self.num_prompt_tokens + self.num_completion_tokens,
             "prompt_tokens_details": details,
-            "completion_tokens_details": {"text_tokens": self.num_completion_tokens, "audio_tokens": 0},
+            "completion_tokens_details": {
+                "text_tokens": self.num_completion_tokens,
+                "audio_tokens": 0,
+                "reasoning_tokens": self.num_reasoning_tokens,
+            },
         }
 
 

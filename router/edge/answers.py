@@ -27,6 +27,7 @@ from router.api import (
     ScoredToken,
     TextOffset,
     TokenBytes,
+    Usage,
     completion,
     error_event,
     logprobs_object,
@@ -91,7 +92,7 @@ class PieceReader:
     """A `PieceReader` reads the pieces of one answer (text, reasoning, calls of tools) out of its deltas."""
 
     def __init__(self, source: JoinedStreams) -> None:
-        self._answer = source.answer
+        self._source, self._answer = source, source.answer
         num = len(source.choices)
         self._parsers = [] if self._answer.is_plain else [self._answer.parser() for _ in range(num)]
         self._has_calls = [False] * num
@@ -111,6 +112,15 @@ class PieceReader:
         """Returns the finish reason of a choice as clients see it: a choice that ended by itself after a call of a tool
         ended for the call."""
         return "tool_calls" if reason == "stop" and self._has_calls[choice] else reason
+
+    def usage(self) -> Usage:
+        """Returns the token counts of the whole answer, once it has ended."""
+        usage = self._source.usage
+        assert usage is not None
+        if self._answer.reasoning is None:
+            return usage
+        counts = [self._answer.num_reasoning_tokens(choice.emitted) for choice in self._source.choices]
+        return usage._replace(num_reasoning_tokens=sum(counts))
 
     def new_call_id(self) -> str:
         return new_call_id(self._answer.tools)
@@ -163,8 +173,7 @@ class ChatAnswer:
         return b"".join(event for delta in deltas for event in self._events(delta))
 
     def closing(self) -> bytes:
-        assert self._source.usage is not None
-        return self._writer.last(self._source.usage, self._source.degraded, self._explanation) + DONE
+        return self._writer.last(self._reader.usage(), self._source.degraded, self._explanation) + DONE
 
     def failure(self, error: WeftError) -> bytes:
         return error_event(error)
@@ -178,7 +187,6 @@ class ChatAnswer:
                 gathered.finish_reason = self._reader.finish_reason(delta.choice, delta.finish_reason)
 
     def whole(self) -> bytes:
-        assert self._source.usage is not None
         choices = [
             ChoiceText(
                 at,
@@ -191,7 +199,7 @@ class ChatAnswer:
             for at, each in enumerate(self._gathered)
         ]
         return completion(
-            self._head, choices, self._source.usage, self._prompt_token_ids, self._source.degraded, self._explanation
+            self._head, choices, self._reader.usage(), self._prompt_token_ids, self._source.degraded, self._explanation
         )
 
     def _events(self, delta: Delta) -> Iterator[bytes]:

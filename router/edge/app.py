@@ -30,7 +30,7 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
-from router.edge.endpoints import CHAT, COMPLETIONS, Asked, Endpoint
+from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, Asked, Endpoint
 from router.edge.event_stream import EventStream
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
 from router.edge.tickets import Tickets
@@ -52,6 +52,7 @@ def create_app(service: RouterService) -> FastAPI:
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", edge.chat_completions),
         ("POST", "/v1/completions", edge.completions),
+        ("POST", "/v1/responses", edge.responses),
         ("GET", "/v1/models", edge.models),
         ("GET", "/v1/models/{model_id:path}", edge.model),
         ("GET", "/health", edge.live),
@@ -103,6 +104,9 @@ class HttpEdge:
     async def completions(self, request: Request) -> Response:
         return await self._generate(request, COMPLETIONS)
 
+    async def responses(self, request: Request) -> Response:
+        return await self._generate(request, RESPONSES)
+
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
         """Handles an exchange from the client's bytes to its answer. The tickets are returned however the exchange
         ends."""
@@ -140,6 +144,7 @@ class HttpEdge:
         and the watch; otherwise all end here."""
         service, watch = self._service, ClientWatch(request.receive)
         stream: JoinedStreams | None = None
+        asked: Asked | None = None
         is_handed_on = False
         try:
             asked = await service.parse(endpoint.read, body)
@@ -162,7 +167,7 @@ class HttpEdge:
             return Response(writer.whole(), media_type="application/json", headers=headers)
         except WeftError as error:
             headers["openai-processing-ms"] = elapsed_ms(arrived_s)
-            return self._refusal(request, error, headers)
+            return self._refusal(request, error if asked is None else placed(error, asked), headers)
         finally:
             if not is_handed_on:
                 if stream is not None:
@@ -252,7 +257,7 @@ class HttpEdge:
         completion, as JSON or as a page."""
         name = str(request.path_params["request_id"])
         is_named_page = name.endswith(".html")
-        name = name.removesuffix(".html").removeprefix("chatcmpl-").removeprefix("cmpl-")
+        name = name.removesuffix(".html").removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("resp_")
         try:
             is_page = is_named_page or wants_page(request)
         except WeftError as error:
@@ -304,6 +309,14 @@ async def take_all(stream: JoinedStreams, writer: AnswerWriter) -> None:
     """Hands a whole answer to its writer. Raises the error that ended a request."""
     async for deltas in stream:
         writer.take(deltas)
+
+
+def placed(error: WeftError, asked: Asked) -> WeftError:
+    """Returns the error with the places that it names as the client's body has them."""
+    param = None if error.param is None else asked.place(error.param)
+    if param == error.param:
+        return error
+    return type(error)(asked.place(error.message), param=param, retry_after_s=error.retry_after_s)
 
 
 def client_label(request: Request) -> str | None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from router.api import Head, parse_chat, parse_completion
+from router.api import Head, parse_chat, parse_completion, parse_responses
 from router.edge.answers import AnswerTools, AnswerWriter, ChatAnswer, CompletionAnswer
+from router.edge.responses_adapter import ResponsesAnswer
 from router.prompt import PromptRequest
 from router.run import JoinedStreams
 
@@ -23,6 +24,8 @@ class Asked(NamedTuple):
     requests: Sequence[PromptRequest]
     is_streamed: bool
     writer: WriterOf
+    place: Callable[[str], str] = str
+    """Returns a text with the places of the requests replaced by those in the body."""
 
 
 class Endpoint(NamedTuple):
@@ -48,5 +51,16 @@ def read_completion(body: bytes) -> Asked:
     )
 
 
+def read_responses(body: bytes) -> Asked:
+    asked = parse_responses(body)
+    return Asked(
+        [asked.chat],
+        bool(asked.request.stream),
+        lambda source, head, tools: ResponsesAnswer(source, asked, head, tools),
+        asked.place,
+    )
+
+
 CHAT = Endpoint("chatcmpl-", read_chat)
 COMPLETIONS = Endpoint("cmpl-", read_completion)
+RESPONSES = Endpoint("resp_", read_responses)

@@ -49,6 +49,16 @@ class AnswerPlan:
     reasoning: ReasoningFormat | None
     begins_inside: bool
     """Says whether the prompt ends inside the reasoning."""
+    reasoning_end_id: int | None = None
+    """Is the token that ends the reasoning, if it is one token."""
+
+    def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
+        """Counts the tokens of a choice up to the end of its reasoning; 0 if the end is no token of its own."""
+        if self.reasoning_end_id is None:
+            return 0
+        if self.reasoning_end_id in token_ids:
+            return token_ids.index(self.reasoning_end_id) + 1
+        return len(token_ids) if self.begins_inside else 0
 
     @property
     def is_plain(self) -> bool:
@@ -102,6 +112,7 @@ class AnswerFormats:
             are_parallel=chat.parallel_tool_calls is not False,
             reasoning=self.reasoning,
             begins_inside=self.reasoning is not None and self._begins_inside(chat, self.reasoning),
+            reasoning_end_id=None if self.reasoning is None else self._codec.token_id(self.reasoning.end),
         )
 
     def grammar(self, plan: AnswerPlan, response_grammar: str) -> str:
@@ -212,7 +223,13 @@ def _as_text(message: Mapping[str, object]) -> dict[str, object]:
     calls = message.get("tool_calls")
     if isinstance(calls, list):
         texts = [f"<tool_call>\n{json.dumps(call['function'], ensure_ascii=False)}\n</tool_call>" for call in calls]
-        written["content"] = "\n".join([str(written["content"]), *texts]).lstrip()
+        content = written["content"]
+        text = "\n".join(texts)
+        written["content"] = (
+            [*content, {"type": "text", "text": f"\n{text}"}]
+            if isinstance(content, list)
+            else f"{content}\n{text}".lstrip()
+        )
     if message["role"] == "tool":
         written |= {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
     return written

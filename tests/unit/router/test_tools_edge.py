@@ -9,19 +9,13 @@ import httpx
 import pytest
 from edge_client import events, served
 from router_chats import chat_body
+from tool_samples import CALL, CITY, SECOND, THINKING, TOOLS
 
 from deploy.testing import FakeCluster
-from deploy.testing.tiny_family import TEMPLATE, TinyFamily, tiny_codec
+from deploy.testing.tiny_family import TinyFamily, tiny_codec
 from fabric.contracts import GenerateRequest
 
 CHAT = "/v1/chat/completions"
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": CITY}},
-    {"type": "function", "function": {"name": "time"}},
-]
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-SECOND = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
 
 
 def request_of(cluster: FakeCluster) -> GenerateRequest:
@@ -199,12 +193,6 @@ async def test_bad_tools_are_named(fields: dict[str, object], param: str) -> Non
 
 
 # ---------------------------------------------------------------- These tests cover reasoning.
-
-THINKING = TEMPLATE.replace(
-    "<|turn|>assistant\n{% endif %}",
-    "<|turn|>assistant\n{% if enable_thinking is not defined or enable_thinking %}<think>\n"
-    "{% else %}<think></think>{% endif %}{% endif %}",
-)
 
 
 async def test_reasoning_stands_apart_from_the_answer() -> None:

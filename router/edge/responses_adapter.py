@@ -1,0 +1,72 @@
+"""Writes the answer of `/v1/responses` from the deltas of its request: `ResponsesAnswer` reads the pieces of the answer
+and has a `ResponseWriter` put them into OpenAI's format.
+
+The module knows nothing of HTTP connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fabric.contracts import WeftError
+from modalities.answers import AnswerPiece, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallStart
+from router.api import Head, ResponsesChat, ResponseWriter, logprobs_object
+from router.edge.answers import AnswerTools, FreshTokens, PieceReader
+from router.run import Delta, JoinedStreams
+
+
+class ResponsesAnswer:
+    """Writes a response. A response has one choice."""
+
+    def __init__(self, source: JoinedStreams, asked: ResponsesChat, head: Head, tools: AnswerTools) -> None:
+        self._source, self._asked, self._tools = source, asked, tools
+        self._writer = ResponseWriter(head, asked.request)
+        self._fresh = FreshTokens(source, asked.chat)
+        self._reader = PieceReader(source)
+
+    def opening(self) -> bytes:
+        return self._writer.opening()
+
+    def events(self, deltas: Sequence[Delta]) -> bytes:
+        return b"".join(event for delta in deltas for event in self._events(delta))
+
+    def closing(self) -> bytes:
+        return self._writer.completed(self._reader.usage(), self._source.degraded, self._explanation)
+
+    def failure(self, error: WeftError) -> bytes:
+        return self._writer.failed(error)
+
+    def take(self, deltas: Sequence[Delta]) -> None:
+        self.events(deltas)
+
+    def whole(self) -> bytes:
+        return self._writer.whole(self._reader.usage(), self._source.degraded, self._explanation)
+
+    def _events(self, delta: Delta) -> Iterator[bytes]:
+        for piece in self._reader.pieces(delta):
+            yield self._event(piece)
+        if delta.finish_reason is not None:
+            yield self._writer.finish(delta.finish_reason)
+
+    def _event(self, piece: AnswerPiece) -> bytes:
+        match piece:
+            case TextPiece(text):
+                return self._writer.text(text, self._logprobs())
+            case ReasoningPiece(text):
+                return self._writer.reasoning(text)
+            case ToolCallStart(_, name):
+                return self._writer.call_start(self._reader.new_call_id(), name)
+            case ToolCallArguments(_, text):
+                return self._writer.call_arguments(text)
+
+    def _logprobs(self) -> Sequence[Mapping[str, object]]:
+        if not self._fresh.has_logprobs:
+            return ()
+        _, scored = self._fresh.take(0)
+        content: Any = logprobs_object(scored, self._tools.bytes_of)["content"]
+        return list(content)
+
+    @property
+    def _explanation(self) -> dict[str, object] | None:
+        return self._source.record() if self._asked.request.wants_explanation else None
