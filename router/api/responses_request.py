@@ -26,17 +26,17 @@ _TEXT_TYPES = ("input_text", "output_text", "text")
 _CHAT_PART_TYPES = ("image_url", "video_url", "audio_url", "input_audio", "file")
 
 
-class _Tolerant(BaseModel):
+class _LooseOptions(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
 
-class ReasoningOptions(_Tolerant):
+class ReasoningOptions(_LooseOptions):
     effort: ReasoningEffort | None = None
     summary: str | None = None
     """Is tolerated: the whole reasoning is in the answer."""
 
 
-class TextOptions(_Tolerant):
+class TextOptions(_LooseOptions):
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
