@@ -254,9 +254,16 @@ class RouterService:
         """Returns the bytes of a token as a client sees it; for a control token these are the bytes of its name."""
         return token_bytes(self._codec, token_id)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of token ids as a client sees it."""
-        return self._codec.decode(token_ids)
+        return self._codec.decode(token_ids, skip_special_tokens)
+
+    async def tokenize(self, request: PromptRequest) -> list[int]:
+        """Returns the token ids of the prompt that a request becomes. Raises what `open` raises for a request that
+        can't be served."""
+        draft = await self._prompt_builder.read(request)
+        prompt = await self._prompt_builder.plan(draft)
+        return list(prompt.token_ids)
 
     @property
     def cluster(self) -> ClusterState:

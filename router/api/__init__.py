@@ -1,11 +1,10 @@
 """Holds OpenAI's HTTP formats, so that the rest of the router works on values of its own.
 
 Requests: `request_body` parses JSON, `generation_fields` defines what every endpoint that generates takes, and
-`chat_request` (with `chat_message` and `tool_fields`), `completion_request` and `responses_request` define the rest.
-Answers: `answer_parts` holds what answers consist of, and `chat_response`, `completion_response` and `responses_answer`
-write them and their chunks.
-Errors: `http_errors` gives each error its status and its envelope, and `field_errors` puts what is wrong with a field
-into words.
+`chat_request` (with `chat_message` and `tool_fields`), `completion_request`, `responses_request` and `token_requests`
+define the rest. Answers: `answer_parts` holds what answers consist of, and `chat_response`, `completion_response` and
+`responses_answer` write them and their chunks. Errors: `http_errors` gives each error its status and its envelope, and
+`field_errors` puts what is wrong with a field into words.
 
 `router.prompt` makes prompts from requests, `router.run` collects a `Usage` and log-probabilities, and `router.edge`
 sends what the writers return. `deploy.config_file` uses `describe_flaw` for the keys of a config file. The folder knows
@@ -41,6 +40,7 @@ from router.api.generation_fields import GenerationFields, check_generation, che
 from router.api.http_errors import envelope, http_error, status_of
 from router.api.responses_answer import ResponseWriter
 from router.api.responses_request import ResponsesChat, parse_responses
+from router.api.token_requests import parse_detokenize, parse_tokenize, text_answer, tokens_answer
 from router.api.tool_fields import ToolCall, chosen_names
 
 __all__ = [
@@ -84,11 +84,15 @@ __all__ = [
     "model_object",
     "parse_chat",
     "parse_completion",
+    "parse_detokenize",
     "parse_responses",
+    "parse_tokenize",
     "parts_of",
     "shown",
     "status_of",
+    "text_answer",
     "text_completion",
+    "tokens_answer",
     "usage_sum",
     "video_options",
 ]

@@ -10,16 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
 
 from fabric.contracts import Aborted, InvalidRequest, WeftError, mint_request_id
-from router.api import Head, envelope, http_error, model_not_found, model_object
+from router.api import (
+    Head,
+    check_model,
+    envelope,
+    http_error,
+    model_not_found,
+    model_object,
+    parse_detokenize,
+    parse_tokenize,
+    text_answer,
+    tokens_answer,
+)
 from router.edge.answers import AnswerTools, AnswerWriter
 from router.edge.connection import (
     AccessLog,
@@ -53,6 +66,8 @@ def create_app(service: RouterService) -> FastAPI:
         ("POST", "/v1/chat/completions", edge.chat_completions),
         ("POST", "/v1/completions", edge.completions),
         ("POST", "/v1/responses", edge.responses),
+        ("POST", "/tokenize", edge.tokenize),
+        ("POST", "/detokenize", edge.detokenize),
         ("GET", "/v1/models", edge.models),
         ("GET", "/v1/models/{model_id:path}", edge.model),
         ("GET", "/health", edge.live),
@@ -76,10 +91,17 @@ async def route_error(request: Request, error: Exception) -> Response:
     """Answers unknown paths and methods in OpenAI's error envelope."""
     assert isinstance(error, HTTPException)
     code = ROUTE_CODES.get(error.status_code, "invalid_request")
-    message = f"{error.detail}: {request.method} {request.url.path[:256]}"
+    message = f"{error.detail}: {request.method} {request.url.path[:256]}{hint(request)}"
     headers = dict(error.headers or {}) | echo(request)
     body = envelope(message, error.status_code, code)
     return Response(body, error.status_code, media_type="application/json", headers=headers)
+
+
+def hint(request: Request) -> str:
+    """Returns what to say to a client that left out the version of the API."""
+    path = "/v1" + request.url.path.rstrip("/")
+    known = {route.path for route in request.app.routes if isinstance(route, Route)}
+    return f"; the path is {path}" if path in known else ""
 
 
 async def internal_error(request: Request, error: Exception) -> Response:
@@ -87,6 +109,20 @@ async def internal_error(request: Request, error: Exception) -> Response:
     answer = http_error(WeftError(f"an internal error occurred ({type(error).__name__})"))
     headers = answer.headers | echo(request)
     return Response(answer.body, answer.status, media_type="application/json", headers=headers)
+
+
+class Opened(NamedTuple):
+    """An `Opened` is an exchange whose body was read."""
+
+    body: bytes
+    tickets: Tickets
+    headers: dict[str, str]
+    """Holds the headers of every answer to it."""
+    arrived_s: float
+
+    def elapsed_ms(self) -> str:
+        """Returns the time since the request arrived, in milliseconds."""
+        return str(max(0, round((asyncio.get_running_loop().time() - self.arrived_s) * 1000)))
 
 
 class HttpEdge:
@@ -108,8 +144,14 @@ class HttpEdge:
         return await self._generate(request, RESPONSES)
 
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
-        """Handles an exchange from the client's bytes to its answer. The tickets are returned however the exchange
-        ends."""
+        async def answer(opened: Opened) -> Response:
+            return await self._answer(request, endpoint, opened)
+
+        return await self._exchange(request, answer)
+
+    async def _exchange(self, request: Request, answer: Callable[[Opened], Awaitable[Response]]) -> Response:
+        """Handles an exchange from the client's bytes to its answer: finds the tenant, takes a place among the requests
+        in flight, reads the body, and leaves the rest to `answer`, which also returns the tickets."""
         service, arrived_s = self._service, asyncio.get_running_loop().time()
         label = client_label(request)
         tenant: Tenant | None = None
@@ -129,25 +171,18 @@ class HttpEdge:
                 service.count_refusal(tenant, error)
                 return self._refusal(request, error, headers, is_body_unread=True)
             undo.pop_all()
-        return await self._answer(request, endpoint, body, Tickets(ticket), headers, arrived_s)
+        return await answer(Opened(body, Tickets(ticket), headers, arrived_s))
 
-    async def _answer(
-        self,
-        request: Request,
-        endpoint: Endpoint,
-        body: bytes,
-        tickets: Tickets,
-        headers: dict[str, str],
-        arrived_s: float,
-    ) -> Response:
+    async def _answer(self, request: Request, endpoint: Endpoint, opened: Opened) -> Response:
         """Answers a request with a complete body. If the answer is streamed, the event stream takes over the tickets
         and the watch; otherwise all end here."""
         service, watch = self._service, ClientWatch(request.receive)
+        tickets, headers = opened.tickets, opened.headers
         stream: JoinedStreams | None = None
         asked: Asked | None = None
         is_handed_on = False
         try:
-            asked = await service.parse(endpoint.read, body)
+            asked = await service.parse(endpoint.read, opened.body)
             stream = await watch.race(self._open(asked, tickets, client_label(request)))
             head = Head(
                 endpoint.id_prefix + stream.request_id,
@@ -158,15 +193,15 @@ class HttpEdge:
             writer = asked.writer(stream, head, AnswerTools(service.token_bytes, service.decode))
             if asked.is_streamed:
                 await watch.race(stream.started())
-                headers["openai-processing-ms"] = elapsed_ms(arrived_s)
+                headers["openai-processing-ms"] = opened.elapsed_ms()
                 is_handed_on = True
                 return EventStream(stream, writer, headers, watch, tickets, service.config.write_timeout_s)
             await watch.race(take_all(stream, writer))
-            headers["openai-processing-ms"] = elapsed_ms(arrived_s)
+            headers["openai-processing-ms"] = opened.elapsed_ms()
             note_answer(request.scope, stream)
             return Response(writer.whole(), media_type="application/json", headers=headers)
         except WeftError as error:
-            headers["openai-processing-ms"] = elapsed_ms(arrived_s)
+            headers["openai-processing-ms"] = opened.elapsed_ms()
             return self._refusal(request, error if asked is None else placed(error, asked), headers)
         finally:
             if not is_handed_on:
@@ -189,6 +224,48 @@ class HttpEdge:
                 stream.close()
             raise
         return JoinedStreams(streams, news)
+
+    # ------------------------------------------------------------ tokens
+
+    async def tokenize(self, request: Request) -> Response:
+        """Returns the tokens of a prompt, or of a conversation with its media."""
+
+        async def tokens(body: bytes) -> bytes:
+            service = self._service
+            asked = await service.parse(parse_tokenize, body)
+            token_ids = await service.tokenize(asked.to_prompt_request(service.config.model_name))
+            texts = [service.token_bytes(each).decode(errors="replace") for each in token_ids]
+            longest = service.family.shape.max_model_len
+            return tokens_answer(token_ids, longest, texts if asked.return_token_strs else None)
+
+        return await self._compute(request, tokens)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Returns the text of tokens, control tokens included."""
+
+        async def text(body: bytes) -> bytes:
+            service = self._service
+            asked = await service.parse(parse_detokenize, body)
+            check_model(asked.model or service.config.model_name, service.config.model_name)
+            return text_answer(service.decode(asked.tokens, skip_special_tokens=False))
+
+        return await self._compute(request, text)
+
+    async def _compute(self, request: Request, compute: Callable[[bytes], Coroutine[Any, Any, bytes]]) -> Response:
+        """Answers with what `compute` makes of the body, without a member of the cluster."""
+
+        async def answer(opened: Opened) -> Response:
+            watch = ClientWatch(request.receive)
+            try:
+                content = await watch.race(compute(opened.body))
+                return Response(content, media_type="application/json", headers=opened.headers)
+            except WeftError as error:
+                return self._refusal(request, error, opened.headers)
+            finally:
+                watch.close()
+                opened.tickets.release()
+
+        return await self._exchange(request, answer)
 
     def _refusal(
         self, request: Request, error: WeftError, headers: dict[str, str], is_body_unread: bool = False
@@ -337,7 +414,3 @@ def echo(request: Request) -> dict[str, str]:
 
 def answer_json(request: Request, content: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json", headers=echo(request))
-
-
-def elapsed_ms(since_s: float) -> str:
-    return str(max(0, round((asyncio.get_running_loop().time() - since_s) * 1000)))

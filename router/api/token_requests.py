@@ -1,0 +1,76 @@
+"""Defines the requests of `/tokenize` and `/detokenize`, in vLLM's format, and reads them.
+
+The module does not know how many tokens anything becomes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+
+from fabric.contracts import InvalidRequest
+from router.api.chat_request import ChatRequest, check_chat
+from router.api.completion_request import MAX_TOKEN_VALUES, CompletionRequest
+from router.api.request_body import parse_body, refusal
+
+
+class TokenizeRequest(BaseModel):
+    """A `TokenizeRequest` has a prompt or messages, with the fields of a completion or of a chat that decide which
+    tokens they become."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Any] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool = True
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def to_prompt_request(self, model_name: str) -> ChatRequest | CompletionRequest:
+        """Returns the request whose prompt is asked for. Raises InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("a request must have either `prompt` or `messages`", param="prompt")
+        model = model_name if self.model is None else self.model
+        try:
+            if self.messages is None:
+                fields = {"model": model, "prompt": self.prompt, "add_special_tokens": self.add_special_tokens}
+                return CompletionRequest.model_validate(fields)
+            chosen = ("messages", "add_generation_prompt", "tools", "chat_template_kwargs")
+            chat = ChatRequest.model_validate({"model": model} | {name: getattr(self, name) for name in chosen})
+        except ValidationError as error:
+            raise refusal(error) from None
+        check_chat(chat)
+        return chat
+
+
+class DetokenizeRequest(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    model: str | None = None
+    tokens: Annotated[list[int], FailFast(), Field(max_length=MAX_TOKEN_VALUES)]
+
+
+def parse_tokenize(body: bytes) -> TokenizeRequest:
+    """Parses the body of a request. Raises InvalidRequest, whose `param` names the first offending field."""
+    return parse_body(TokenizeRequest, body)
+
+
+def parse_detokenize(body: bytes) -> DetokenizeRequest:
+    """Parses the body of a request. Raises InvalidRequest, whose `param` names the first offending field."""
+    return parse_body(DetokenizeRequest, body, MAX_TOKEN_VALUES)
+
+
+def tokens_answer(token_ids: list[int], max_model_len: int, token_texts: list[str] | None) -> bytes:
+    """Returns the body of an answer to `/tokenize`; `token_texts` are given only if the client asked for them."""
+    whole = {"count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids}
+    return msgspec.json.encode(whole | {"token_strs": token_texts})
+
+
+def text_answer(text: str) -> bytes:
+    """Returns the body of an answer to `/detokenize`."""
+    return msgspec.json.encode({"prompt": text})

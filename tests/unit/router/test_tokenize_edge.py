@@ -1,0 +1,66 @@
+"""Tests `/tokenize`, `/detokenize` and the hints for wrong paths."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from edge_client import served
+from router_chats import image
+
+from deploy.testing import TINY_MODEL
+
+
+async def test_a_prompt_becomes_its_tokens() -> None:
+    async with served() as (_, client):
+        body = (await client.post("/tokenize", content=json.dumps({"prompt": "aé", "return_token_strs": True}))).json()
+        assert body["tokens"] == list("aé".encode())
+        assert (body["count"], body["max_model_len"]) == (3, 2048)
+        assert len(body["token_strs"]) == 3
+        assert body["token_strs"][0] == "a"
+
+
+async def test_messages_become_the_tokens_of_the_whole_prompt() -> None:
+    async with served() as (cluster, client):
+        messages = [{"role": "user", "content": [image(), {"type": "text", "text": "?"}]}]
+        body = (await client.post("/tokenize", content=json.dumps({"model": TINY_MODEL, "messages": messages}))).json()
+        assert body["token_strs"] is None
+        await client.post("/v1/chat/completions", content=json.dumps({"model": TINY_MODEL, "messages": messages}))
+        assert tuple(body["tokens"]) == cluster.workers[0].requests[0].token_ids
+        bare = {"messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+        tokens = (await client.post("/tokenize", content=json.dumps(bare))).json()["tokens"]
+        assert cluster.codec.decode(tokens, skip_special_tokens=False) == "<|turn|>user\nx<|end|>"
+
+
+async def test_tokens_become_their_text() -> None:
+    async with served() as (_, client):
+        body = {"model": TINY_MODEL, "tokens": [97, 259, 98]}
+        assert (await client.post("/detokenize", content=json.dumps(body))).json() == {"prompt": "a<|end|>b"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt"),
+        ("/tokenize", {"messages": [{"role": "king"}]}, 400, "messages.0.role"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/detokenize", {"tokens": ["a"]}, 400, "tokens.0"),
+        ("/detokenize", {"tokens": [1], "model": "other"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+    ],
+)
+async def test_bad_requests_for_tokens_are_named(path: str, body: object, status: int, param: str) -> None:
+    async with served() as (_, client):
+        response = await client.post(path, content=json.dumps(body))
+        assert (response.status_code, response.json()["error"]["param"]) == (status, param)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/models"])
+async def test_a_path_without_the_version_is_answered_with_a_hint(path: str) -> None:
+    async with served() as (_, client):
+        response = await client.post(path, content=b"{}")
+        assert response.status_code == 404
+        assert response.json()["error"]["message"].endswith(f"; the path is /v1{path}")
+        other = await client.post("/v1/nothing", content=b"{}")
+        assert other.json()["error"]["message"].endswith("/v1/nothing")
