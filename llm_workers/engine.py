@@ -288,6 +288,7 @@ class Engine:
                 result.token_ids.update(alone.token_ids)
                 result.logprobs.update(alone.logprobs)
                 result.not_finite.update(alone.not_finite)
+                result.readings.update(alone.readings)
         is_broken = bool(failed)
         for sequence_id, tokens in result.token_ids.items():
             if tokens[-1] < 0:
@@ -417,5 +418,6 @@ def probe_plan(plan: StepPlan, chunk: Chunk, block: int) -> StepPlan:
         side_names=frozenset(),
         num_drafts=0,
         copied_from=NO_BLOCK,
+        reading=None,
     )
     return StepPlan(plan.step, (probe,))

@@ -35,7 +35,14 @@ from fabric.contracts import (
 from fabric.transport import Plane
 from llm_workers.engine_interface import Update
 from llm_workers.features import MissingUnit
-from llm_workers.scheduling import AdmittedSequences, FinishedSequence, SequenceTimes, SequenceTokens, StepEvents
+from llm_workers.scheduling import (
+    AdmittedSequences,
+    FinishedSequence,
+    SequenceOutputs,
+    SequenceTimes,
+    SequenceTokens,
+    StepEvents,
+)
 
 MEMORY = 4096
 """Limits how many aborted attempts are remembered."""
@@ -144,6 +151,9 @@ class OpenCalls:
         for sequence_id, start, end in events.prefill:
             if call := self._calls.get(sequence_id.attempt_id):
                 call.attempt.prefilled(sequence_id.choice, start, end, ended_s, step_s)
+        for outputs in events.prompt_outputs:
+            if call := self._calls.get(outputs.sequence_id.attempt_id):
+                call.attempt.outputs = outputs
         self._send_tokens(events, at_s)
         for sequence_id in events.preempted:
             if call := self._calls.get(sequence_id.attempt_id):
@@ -202,6 +212,8 @@ class OpenAttempt:
         self._num_tokens = dict(enumerate(emitted))
         self._num_cached_tokens = 0
         self._times = _Times()
+        self.outputs: SequenceOutputs | None = None
+        """Holds what the prompt gives besides tokens, once it is computed and if the request wants something."""
         self.note("received", received_at_s)
 
     # ------------------------------------------------------------ what happened
@@ -278,6 +290,7 @@ class OpenAttempt:
 
     def result(self, error: WeftError | None = None) -> GenerateResult:
         """Returns the terminal event for the current state. The trace in it is sorted by time."""
+        outputs = None if error is not None else self.outputs
         return GenerateResult(
             worker_id=self._member_id,
             choices=tuple(self._choices[choice] for choice in sorted(self._choices)),
@@ -289,6 +302,8 @@ class OpenAttempt:
             first_token_s=self._times.first_token_s,
             trace=tuple(sorted(self._trace, key=lambda event: event.at_s)),
             error=None if error is None else ErrorInfo.of(error),
+            embedding=b"" if outputs is None else outputs.embedding,
+            prompt_logprobs=None if outputs is None else outputs.logprobs,
         )
 
 

@@ -13,6 +13,7 @@ neither torch nor ray.
 """
 
 from fabric.contracts.calls import (
+    POOLINGS,
     ChoiceResult,
     Destination,
     EncodeRequest,
@@ -22,9 +23,13 @@ from fabric.contracts.calls import (
     ItemResult,
     MediaItem,
     PlaceholderRange,
+    PromptLogprobs,
+    PromptOutputs,
+    PromptToken,
     SamplingParams,
     StageTimes,
     StopConditions,
+    TokenLogprobs,
     TraceEvent,
 )
 from fabric.contracts.clock import Clock, ManualClock, SystemClock
@@ -154,7 +159,6 @@ from fabric.contracts.messages import (
     SnapshotRequest,
     TokenFrame,
     TokenFrames,
-    TokenLogprobs,
     TraceQuestion,
     TraceReply,
     UnitReady,
@@ -175,6 +179,7 @@ __all__ = [
     "EMPTY_PROFILE",
     "KV_HASH_BYTES",
     "NUM_BINS",
+    "POOLINGS",
     "PROFILE_LENGTH",
     "WEFT_KV",
     "AbortAttempt",
@@ -242,6 +247,9 @@ __all__ = [
     "Overloaded",
     "PlaceholderRange",
     "PlaneMessage",
+    "PromptLogprobs",
+    "PromptOutputs",
+    "PromptToken",
     "ProtocolError",
     "PullTime",
     "PullWindow",

@@ -3,7 +3,7 @@ the results.
 
 `Wire` and `PlaneWire` say how every struct of the contracts looks on the wire: immutable and positional, so fields are
 only ever appended. They stand here because the calls are the lowest module that needs them; `messages` builds on both.
-Then come a request's media and its sampling options, and then the calls themselves.
+Then come a request's media, its sampling options and what it may want of its prompt, and then the calls themselves.
 
 Calls go through Ray Serve, or directly in one process. Draining counts open calls, and cancelling ends them. This
 module knows nothing of how a call is served.
@@ -11,9 +11,10 @@ module knows nothing of how a call is served.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from fabric.contracts.errors import ErrorInfo
 from fabric.contracts.identity import MemberId, MmHash, RequestId, UnitKey
@@ -121,10 +122,81 @@ class StopConditions(Wire, frozen=True):
     counts."""
 
     max_tokens: int
+    """Limits the generated tokens. 0 means that the prompt is computed and nothing is generated, which only a request
+    with `PromptOutputs` may ask for."""
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
+
+
+# ---------------------------------------------------------------- what a prompt gives
+
+POOLINGS = ("", "last", "mean")
+"""Lists the values of `PromptOutputs.pooling`."""
+
+
+class PromptOutputs(Wire, frozen=True):
+    """Says what a request wants of its prompt in addition to generated tokens; by default it wants nothing."""
+
+    pooling: str = ""
+    """Says which of the last hidden states (after the final norm, as the LM head sees them) make the embedding of the
+    prompt: `last` is that of the last token, `mean` the mean over all tokens, and an empty text means that no embedding
+    is wanted. A request with a pooling generates nothing."""
+    is_normalised: bool = True
+    """Says that the embedding is divided by its Euclidean norm."""
+    num_top_logprobs: int | None = None
+    """If set, the request wants the log-probabilities of the prompt's tokens, and those of this many most probable
+    tokens at each position. None means that it wants none."""
+
+    @property
+    def needs_all_positions(self) -> bool:
+        """Returns whether a worker must compute every position of the prompt. Such a request can't use blocks of the
+        prefix cache, because these have no hidden states."""
+        return self.pooling == "mean" or self.num_top_logprobs is not None
+
+
+class TokenLogprobs(Wire, frozen=True):
+    """Holds natural logarithms of the model's distribution before penalties, bias, temperature and truncation."""
+
+    logprob: float
+    """Holds the log-probability of the drawn token, or of the prompt's token."""
+    top: tuple[tuple[int, float], ...] = ()
+    """Holds (token id, log-probability) of the most probable tokens, in descending order."""
+
+
+class PromptToken(NamedTuple):
+    """Holds the scores of one token of a prompt."""
+
+    token_id: int
+    rank: int
+    """Is 1 plus the number of tokens that are more probable at this position."""
+    logprobs: TokenLogprobs
+
+
+class PromptLogprobs(Wire, frozen=True):
+    """Holds the log-probabilities of a prompt's tokens, except for the first one, which nothing predicts. Row i belongs
+    to the token at position i + 1. The arrays are packed, because a long prompt would give millions of objects."""
+
+    num_top: int
+    """Counts the most probable tokens of each row."""
+    token_ids: bytes
+    """Holds int32 values, little-endian, with shape `(num_prompt_tokens - 1, 1 + num_top)`: the prompt's token, then
+    the most probable tokens in descending order, the lowest id first among equals."""
+    logprobs: bytes
+    """Holds their log-probabilities, which are float32 and have the same shape."""
+    ranks: bytes
+    """Holds the ranks of the prompt's tokens as int32, with shape `(num_prompt_tokens - 1,)`."""
+
+    def tokens(self) -> list[PromptToken]:
+        """Returns the scores of the tokens at positions 1, 2 and so on."""
+        token_ids = np.frombuffer(self.token_ids, "<i4").reshape(-1, 1 + self.num_top).tolist()
+        logprobs = np.frombuffer(self.logprobs, "<f4").reshape(-1, 1 + self.num_top).tolist()
+        ranks = np.frombuffer(self.ranks, "<i4").tolist()
+        return [
+            PromptToken(ids[0], rank, TokenLogprobs(values[0], tuple(zip(ids[1:], values[1:], strict=True))))
+            for ids, values, rank in zip(token_ids, logprobs, ranks, strict=True)
+        ]
 
 
 # ---------------------------------------------------------------- calls
@@ -249,6 +321,7 @@ class GenerateRequest(Wire, frozen=True):
     attempt."""
     side_names: tuple[str, ...] = ()
     """Names the side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
+    prompt_outputs: PromptOutputs = PromptOutputs()
 
 
 class ChoiceResult(Wire, frozen=True):
@@ -277,3 +350,8 @@ class GenerateResult(Wire, frozen=True):
     """Holds the time from the request's receipt to its first token."""
     trace: tuple[TraceEvent, ...] = ()
     error: ErrorInfo | None = None
+    embedding: bytes = b""
+    """Holds the embedding of the prompt as float32, little-endian, with shape `(hidden_size,)`; it is empty if the
+    request wants none or has failed."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Is set if the request wants the log-probabilities of its prompt, and its prompt was computed."""

@@ -20,10 +20,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from fabric.contracts.calls import (
-    PlaneWire,
-    Wire,
-)
+from fabric.contracts.calls import PlaneWire, TokenLogprobs, Wire
 from fabric.contracts.errors import ProtocolError
 from fabric.contracts.identity import BlockHash, KvScheme, MemberId, MmHash, RequestId, UnitKey
 from fabric.contracts.member_reports import EncoderReport, WorkerReport
@@ -81,15 +78,6 @@ class Member(Wire, frozen=True):
 
 
 # ---------------------------------------------------------------- message plane
-
-
-class TokenLogprobs(Wire, frozen=True):
-    """Holds natural logarithms of the model's distribution before penalties, bias, temperature and truncation."""
-
-    logprob: float
-    """Holds the log-probability of the drawn token."""
-    top: tuple[tuple[int, float], ...] = ()
-    """Holds (token id, log-probability) of the most probable tokens, in descending order."""
 
 
 class TokenFrame(Wire, frozen=True):

@@ -33,7 +33,16 @@ from fabric.contracts import (
 from llm_workers.compute.attention import Backend
 from llm_workers.compute.paged_kv import PagedKV
 from llm_workers.compute.runner import Runner
-from llm_workers.scheduling import NOT_FINITE_TOKEN, Chunk, Splice, StepCosts, StepPlan, TokenCounts, worker_bytes
+from llm_workers.scheduling import (
+    NOT_FINITE_TOKEN,
+    Chunk,
+    PromptReading,
+    Splice,
+    StepCosts,
+    StepPlan,
+    TokenCounts,
+    worker_bytes,
+)
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, LanguageModel, ModelShape
 from modalities.torch_dtypes import dtype_name
@@ -151,9 +160,10 @@ def measure_workspace(
 
 def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
     """Returns the largest step, which uses the whole budget of tokens. Its first chunk is one sequence at the end of
-    the longest context, and it consists of placeholders if the model takes media at all. All other sequences decode
-    (with drafts), and their contexts together fill the pool. If the pool is too small for so many sequences, fewer
-    sequences fill it. Every sequence requests the most expensive draw."""
+    the longest context, and it consists of placeholders if the model takes media at all; an embedding and the
+    log-probabilities of all its tokens are wanted. All other sequences decode (with drafts), and their contexts
+    together fill the pool. If the pool is too small for so many sequences, fewer sequences fill it. Every sequence
+    requests the most expensive draw."""
     pool_tokens = config.num_blocks * config.block_size
     longest = min(family.shape.max_model_len, pool_tokens)
     num_others = min(config.max_sequences, config.max_step_tokens, pool_tokens) - 1
@@ -162,6 +172,8 @@ def largest_step(family: Family, config: WorkerConfig) -> StepPlan:
     context = min(longest, pool_tokens // (num_others + 1))
     num_tokens = min(longest, config.max_step_tokens - num_others * (1 + num_drafts))
     chunks = [_largest_step_chunk(family, config, 0, longest, num_tokens)]
+    reading = PromptReading("mean", chunks[0].token_ids, DEAREST.num_top_logprobs or 0)
+    chunks[0] = replace(chunks[0], reading=reading)
     if family.max_items:
         chunks[0] = replace(chunks[0], splices=(Splice(0, num_tokens, UNIT, 0),))
     for number in range(1, num_others + 1):

@@ -24,7 +24,7 @@ import torch
 from fabric.contracts import UnitKey
 from llm_workers.compute.attention import AttentionStep, Backend
 from llm_workers.compute.paged_kv import DecodeRows, PagedKV, SequenceRows, SideRows, StepRows, copy_blocks, write_slots
-from llm_workers.sampling import rows_to_finish, sample_step
+from llm_workers.sampling import needs_all_rows, read_prompts, rows_to_finish, sample_step
 from llm_workers.scheduling import Chunk, FeatureReferences, Splice, StepPlan, StepResult
 from modalities.family import LanguageModel
 from modalities.torch_dtypes import torch_dtype
@@ -53,7 +53,8 @@ class Runner:
     def execute(self, plan: StepPlan) -> StepResult:
         """Computes the plan's chunks: copies the blocks that they name and writes their KV. Draws a token for each
         chunk that has `sampling`, and one more for each of its drafts that is right. A token is negative where the
-        logits are not finite or the grammar is broken. The plan must have chunks."""
+        logits are not finite or the grammar is broken. Also reads what chunks with a `reading` want of their prompts.
+        The plan must have chunks."""
         times = self.times
         begun_s = time.perf_counter()
         token_ids, positions, starts, step, rows = self.prepare(plan)
@@ -63,14 +64,16 @@ class Runner:
         feature_rows, feature_levels = splice_features(embeddings, list(_placed(plan.others, starts)), self._features)
         spliced_s = time.perf_counter()
         wanted = _wanted_rows(plan, starts, self._model.device)
-        # A side layer is stored with all its rows, and it may be the last layer. So the model must then finish all rows
-        # of the last layer; the runner checks them all for numbers that are not finite, and then selects the wanted
-        # rows itself.
-        is_whole = any(chunk.side_names for chunk in plan.others)
+        # A side layer is stored with all its rows, and it may be the last layer; an embedding or the scores of a prompt
+        # may need all its rows. So the model must then finish all rows of the last layer; the runner checks them all
+        # for numbers that are not finite, and then selects the wanted rows itself.
+        is_read = any(chunk.reading is not None for chunk in plan.others)
+        is_whole = any(chunk.side_names for chunk in plan.others) or (is_read and needs_all_rows(plan))
         with self._side.storing(plan.others, starts) if self._side else nullcontext():
             early = None if is_whole else wanted
             hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels, early)
         spoiled = self._spoiled_rows(hidden, rows, is_whole=is_whole)
+        whole = hidden if is_whole else None
         if is_whole and wanted is not None:
             hidden = hidden.index_select(0, wanted)
         if spoiled is not None:
@@ -79,6 +82,8 @@ class Runner:
             time.sleep(max(0.0, begun_s + self._least_s(plan) - time.perf_counter()))
         forward_s = time.perf_counter()
         result = sample_step(self._model, hidden, plan)
+        if is_read:
+            result.readings.update(read_prompts(self._model, whole, hidden, plan, starts))
         times.inputs_s += inputs_s - begun_s
         times.splice_s += spliced_s - embedded_s
         times.forward_s += embedded_s - inputs_s + forward_s - spliced_s

@@ -47,7 +47,7 @@ def sample_step(model: LanguageModel, hidden: torch.Tensor, plan: StepPlan) -> S
     last_rows: list[int] = []
     num_rows = len(at)
     for chunk in plan.others:
-        first, num_rows = num_rows, num_rows + _num_rows(chunk)
+        first, num_rows = num_rows, num_rows + num_rows_of(chunk)
         last_rows.append(num_rows - 1)
         if chunk.sampling is not None:
             sampled.append(SampledChunk(chunk, chunk.sampling, len(at)))
@@ -83,7 +83,7 @@ def rows_to_finish(plan: StepPlan, starts: np.ndarray) -> npt.NDArray[np.int64]:
     ends = starts[1:]
     if not any(chunk.num_drafts for chunk in plan.others):
         return np.concatenate([np.arange(plan.num_decodes), ends - 1])
-    rows = [np.arange(end - _num_rows(chunk), end) for end, chunk in zip(ends, plan.others, strict=True)]
+    rows = [np.arange(end - num_rows_of(chunk), end) for end, chunk in zip(ends, plan.others, strict=True)]
     return np.concatenate([np.arange(plan.num_decodes), *rows])
 
 
@@ -99,7 +99,7 @@ class SampledChunk(NamedTuple):
         return range(self.first, self.first + self.chunk.num_drafts + 1)
 
 
-def _num_rows(chunk: Chunk) -> int:
+def num_rows_of(chunk: Chunk) -> int:
     """Returns the number of rows that a chunk has in `rows_to_finish`."""
     return 1 + chunk.num_drafts if chunk.sampling is not None else 1
 
@@ -205,22 +205,39 @@ def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], num_top: Sequenc
     default (`raw_logprobs`)."""
     sampled = torch.tensor(token_ids, device=raw.device).clamp_(min=0)
     logprobs = raw.gather(1, sampled[:, None])[:, 0].tolist()
-    return [TokenLogprobs(logprob, top) for logprob, top in zip(logprobs, _most_probable(raw, num_top), strict=True)]
+    return [TokenLogprobs(logprob, top) for logprob, top in zip(logprobs, _tops(raw, num_top), strict=True)]
 
 
-def _most_probable(raw: torch.Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
-    """Returns the most probable tokens of each row. It takes all tokens that are at least as probable as the last one
-    requested, sorts them and then cuts the list. So tokens of equal probability at the cut are selected by their id,
-    which `topk` alone does not guarantee."""
-    most = min(max(num_top, default=0), raw.shape[-1])
-    if most == 0:
+def _tops(raw: torch.Tensor, num_top: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
+    """Returns the most probable tokens of each row, as pairs of id and log-probability."""
+    counts = [min(count, raw.shape[-1]) for count in num_top]
+    if not any(counts):
         return [()] * len(num_top)
-    asked = torch.tensor(num_top, device=raw.device).clamp_(max=raw.shape[-1])
-    last = raw.topk(most, dim=-1).values.gather(1, (asked - 1).clamp_(min=0)[:, None])
+    ids, values, starts = most_probable(raw, counts)
+    pairs = list(zip(ids.tolist(), values.tolist(), strict=True))
+    return [tuple(pairs[start : start + count]) for start, count in zip(starts.tolist(), counts, strict=True)]
+
+
+class RankedTokens(NamedTuple):
+    """Holds the most probable tokens of several rows, side by side."""
+
+    ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+    starts: npt.NDArray[np.int64]
+    """Holds where the tokens of each row begin. There may be more of them than were asked for."""
+
+
+def most_probable(raw: torch.Tensor, num_top: Sequence[int]) -> RankedTokens:
+    """Returns the `num_top[i]` most probable tokens of row i in descending order, the lowest id first among equals.
+    `raw` has shape `(n, vocab)`; at least one number is above 0, and none is above the size of the vocabulary.
+
+    It takes all tokens that are at least as probable as the last one requested, sorts them and then leaves it to the
+    caller to cut. So tokens of equal probability at the cut are selected by their id, which `topk` alone does not
+    guarantee."""
+    asked = torch.tensor(num_top, device=raw.device)
+    last = raw.topk(max(num_top), dim=-1).values.gather(1, (asked - 1).clamp_(min=0)[:, None])
     is_candidate = (raw >= last) & (asked > 0)[:, None]
     rows, ids = (axis.cpu().numpy() for axis in is_candidate.nonzero(as_tuple=True))
     values = raw[is_candidate].cpu().numpy()
     order = np.lexsort((ids, -values, rows))
-    pairs = list(zip(ids[order].tolist(), values[order].tolist(), strict=True))
-    starts = np.searchsorted(rows, np.arange(len(num_top))).tolist()
-    return [tuple(pairs[start : start + count]) for start, count in zip(starts, asked.tolist(), strict=True)]
+    return RankedTokens(ids[order], values[order], np.searchsorted(rows, np.arange(len(num_top))))

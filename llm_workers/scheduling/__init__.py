@@ -4,7 +4,8 @@ The code here is pure and follows one rule: the computed tokens of a sequence ca
 `scheduler` is the entry point and runs the life of a step; `step_planner` chooses a step's work; `standings` knows the
 state of every sequence, with `prefill_queue` for the order of prompts and `decode_batch` for the sequences that decode
 plainly. `sequence` describes one choice of a request. `sequence_resources` gives it blocks of the pool in `blocks` and
-claims on features in `feature_references`. `step_plan` and `scheduler_events` are the values that go out: plans for the
+claims on features in `feature_references`; `prompt_reader` collects embeddings and log-probabilities of its prompt.
+`step_plan` and `scheduler_events` are the values that go out: plans for the
 runner and events for the engine. `pool_sizes` computes what the pools take, before there is a worker.
 
 The engine drives the `Scheduler`; the runner and the sampling read `StepPlan` and answer with `StepResult`; the feature
@@ -24,12 +25,14 @@ from llm_workers.scheduling.pool_sizes import (
     shortfalls,
     worker_bytes,
 )
+from llm_workers.scheduling.prompt_reader import SCORED_AT_ONCE, PromptReading, PromptRows, ScoredRows
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.scheduling.scheduler_events import (
     AdmittedSequences,
     FinishedSequence,
     NeededUnit,
     NextRead,
+    SequenceOutputs,
     SequenceTimes,
     SequenceTokens,
     StepEvents,
@@ -55,6 +58,7 @@ __all__ = [
     "NOT_FINITE_TOKEN",
     "NO_BLOCK",
     "NUM_HIDDEN_WIDTHS",
+    "SCORED_AT_ONCE",
     "AdmittedSequences",
     "Arrival",
     "BlockPool",
@@ -67,10 +71,14 @@ __all__ = [
     "LargestItem",
     "NeededUnit",
     "NextRead",
+    "PromptReading",
+    "PromptRows",
     "Reads",
     "ReleasedFeature",
     "Scheduler",
+    "ScoredRows",
     "SeenTokens",
+    "SequenceOutputs",
     "SequenceTimes",
     "SequenceTokens",
     "Splice",

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from fabric.contracts import DTYPE_TO_BYTES, feature_nbytes
 from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
+from llm_workers.scheduling.prompt_reader import SCORED_AT_ONCE
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import ModelShape
 
@@ -105,10 +106,11 @@ def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtyp
     per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_TO_BYTES[dtype]
     step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
     rows = min(config.max_step_tokens, config.max_sequences * (1 + config.speculation.max_tokens))
+    rows = max(rows, min(config.max_step_tokens, SCORED_AT_ONCE))
     logits = rows * shape.vocab_size * 4
     # The workspace is the sum of activations, the features of a step that consists of features alone (copied and
-    # joined), logits with their sorted probabilities, the pages of one layer gathered for attention, and the mask of a
-    # chunk at the end of the longest context.
+    # joined), logits with their sorted probabilities (of drawn tokens, or of a part of a prompt), the pages of one
+    # layer gathered for attention, and the mask of a chunk at the end of the longest context.
     mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
     workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
     return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)

@@ -44,6 +44,7 @@ from llm_workers.scheduling.scheduler_events import (
     NeededUnit,
     NextRead,
     PrefillProgress,
+    SequenceOutputs,
     SequenceTimes,
     SequenceTokens,
     StepEvents,
@@ -279,6 +280,8 @@ class Scheduler:
         for one in live:
             assert 0 <= one.num_computed < one.num_tokens <= one.max_total_tokens
             assert len(one.table) * self._config.block_size >= one.num_computed
+            if one.reader is not None and one.reader.needs_all_positions:
+                assert one.reader.num_read == one.num_computed < one.num_prompt
         self._standings.check_invariants()
 
     def _next_read(self, unit: UnitKey, attempt_id: AttemptId) -> NextRead | None:
@@ -384,7 +387,7 @@ class Steps:
             positions=sequence.positions(start, draft_end),
             block_ids=sequence.table.view(0, self._resources.blocks_for(draft_end)).copy(),
             splices=splices,
-            sampling=sequence.sampling if end == sequence.num_tokens else None,
+            sampling=sequence.sampling if end == sequence.num_tokens and sequence.is_generating else None,
             draw_index=sequence.num_generated,
             counts=sequence.counts,
             side_names=sequence.side_names,
@@ -393,6 +396,7 @@ class Steps:
             guide=sequence.guide,
             num_drafts=len(drafts),
             copied_from=sequence.copied_from,
+            reading=None if sequence.reader is None else sequence.reader.reading(start, end),
         )
 
     def _note_begin(self, sequence: Sequence, now_s: float) -> None:
@@ -413,6 +417,7 @@ class Steps:
         tokens: list[SequenceTokens] = []
         finished: list[FinishedSequence] = []
         prefill: list[PrefillProgress] = []
+        outputs: list[SequenceOutputs] = []
         chunks, decoding = self._end_step(plan)
         if plan.decodes is not None:
             tokens = self._commit_decodes(plan.decodes, decoding, result)
@@ -426,6 +431,10 @@ class Steps:
                 self._stats.prompt_tokens_computed += end - chunk.start
                 sequence.stopwatch.add_prefill(now_s - self._planned_at_s)
             sampled = self._advance(chunk, sequence, result)
+            outputs += sequence.take_reading(chunk.end, result.readings.get(chunk.sequence_id))
+            if sequence.num_computed == sequence.num_tokens:
+                finished.append(self._finish(sequence, "length", now_s))  # It generates nothing.
+                continue
             if sequence in self._standings.decodes:
                 self._standings.batch.refresh(sequence)
             else:
@@ -441,7 +450,7 @@ class Steps:
         at_doorstep, self._at_doorstep = self._at_doorstep, []
         preempted, self._preempted = self._preempted, []
         lists = tuple(tokens), tuple(finished), tuple(prefill), tuple(at_doorstep), tuple(preempted)
-        return StepEvents(*lists, self._planned_at_s, now_s)
+        return StepEvents(*lists, self._planned_at_s, now_s, tuple(outputs))
 
     def rollback(self, plan: StepPlan) -> None:
         chunks, decoding = self._end_step(plan)

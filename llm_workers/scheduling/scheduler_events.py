@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fabric.contracts import SequenceId, TokenLogprobs, UnitKey
+from fabric.contracts import PromptLogprobs, SequenceId, TokenLogprobs, UnitKey
 
 # ---------------------------------------------------------------- requests and steps
 
@@ -42,6 +42,9 @@ class StepEvents(NamedTuple):
     """This is the time on the scheduler's clock at which the step was planned."""
     ended_s: float = 0.0
     """This is the time at which the step was committed."""
+    prompt_outputs: tuple[SequenceOutputs, ...] = ()
+    """Holds what the prompts that this step has completed give besides tokens, where it is wanted: once for each
+    attempt, from the choice that computed the prompt."""
 
 
 class SequenceTokens(NamedTuple):
@@ -67,6 +70,15 @@ class FinishedSequence(NamedTuple):
     num_cached_tokens: int
     """Counts the prompt tokens that were found in the prefix cache before the sequence's first step."""
     times: SequenceTimes
+
+
+class SequenceOutputs(NamedTuple):
+    """Holds what a prompt gives besides tokens (`PromptOutputs`)."""
+
+    sequence_id: SequenceId
+    embedding: bytes
+    """Holds float32 values, little-endian, with shape `(hidden_size,)`; it is empty if no embedding is wanted."""
+    logprobs: PromptLogprobs | None
 
 
 class PrefillProgress(NamedTuple):

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric.contracts import (
+    POOLINGS,
     AttemptId,
     BlockHash,
     ContextLengthExceeded,
@@ -32,6 +33,7 @@ from fabric.contracts import (
     InvalidRequest,
     MediaItem,
     PlaceholderRange,
+    PromptOutputs,
     ProtocolError,
     SequenceId,
     StopConditions,
@@ -39,7 +41,8 @@ from fabric.contracts import (
     block_hashes,
 )
 from kv_index import keys_of_blocks
-from llm_workers.scheduling.scheduler_events import SequenceTimes
+from llm_workers.scheduling.prompt_reader import PromptReader, PromptRows
+from llm_workers.scheduling.scheduler_events import SequenceOutputs, SequenceTimes
 from llm_workers.scheduling.step_plan import NO_BLOCK, GrowingArray, Guide, Splice, TokenCounts
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Positions
@@ -90,6 +93,10 @@ class Sequence:
         self.guide = guide
         if guide is not None:
             guide.advance(emitted)
+        is_read = request.prompt_outputs != PromptOutputs()
+        self.reader = PromptReader(request.prompt_outputs, prompt) if is_read else None
+        """Collects what the request wants of its prompt, until the prompt is computed; None if nothing is left to
+        collect."""
         self._positions = positions
         self.table = GrowingArray(spare=16)
         self.hashes: list[BlockHash] = []
@@ -139,6 +146,11 @@ class Sequence:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def is_generating(self) -> bool:
+        """Returns whether the sequence draws tokens after its prompt. Otherwise it ends when its prompt is computed."""
+        return self.stop.max_tokens > 0
+
+    @property
     def claims_from(self) -> int:
         """Returns the position after which the sequence claims units: it claims those whose last run ends later."""
         return self.num_computed if self.is_started else self.num_covered
@@ -178,6 +190,18 @@ class Sequence:
             if reason := self.finish_reason():
                 return index + 1, reason
         return len(token_ids), None
+
+    def take_reading(self, end: int, rows: PromptRows | None) -> list[SequenceOutputs]:
+        """Collects what was read of a computed chunk that ends at `end`; `rows` is None if nothing was. Returns the
+        outputs of the prompt, and drops the reader, when the prompt is complete."""
+        reader = self.reader
+        if reader is None:
+            return []
+        reader.take(end, rows)
+        if not reader.is_complete:
+            return []
+        self.reader = None
+        return [SequenceOutputs(self.sequence_id, reader.embedding(), reader.logprobs())]
 
     def finish_reason(self) -> str | None:
         """Returns the finish reason of the sequence in its present state; None while it may go on, or if nothing was
@@ -452,8 +476,7 @@ def _check_numbers(request: GenerateRequest, positions: Positions) -> None:
         raise InvalidRequest("the prompt is empty")
     if request.num_choices < 1:
         raise InvalidRequest(f"n must be at least 1, not {request.num_choices}", param="n")
-    if request.stop.max_tokens < 1:
-        raise InvalidRequest(f"max_tokens must be at least 1, not {request.stop.max_tokens}", param="max_tokens")
+    _check_outputs(request)
     if request.emitted and len(request.emitted) != request.num_choices:
         raise ProtocolError(
             f"the request has {request.num_choices} choices, but tokens of {len(request.emitted)} choices"
@@ -462,6 +485,26 @@ def _check_numbers(request: GenerateRequest, positions: Positions) -> None:
         raise ProtocolError(
             f"the positions have shape {positions.ids.shape}, but the prompt has {len(request.token_ids)} tokens"
         )
+
+
+def _check_outputs(request: GenerateRequest) -> None:
+    """Raises InvalidRequest if the request would give nothing, or combines what can't be combined."""
+    wanted, max_tokens = request.prompt_outputs, request.stop.max_tokens
+    if wanted.pooling not in POOLINGS:
+        raise InvalidRequest(f"the pooling must be `last` or `mean`, not {wanted.pooling!r}", param="pooling")
+    if wanted.num_top_logprobs is not None and wanted.num_top_logprobs < 0:
+        raise InvalidRequest(
+            f"prompt_logprobs must be at least 0, not {wanted.num_top_logprobs}", param="prompt_logprobs"
+        )
+    least = 0 if wanted != PromptOutputs() else 1
+    if max_tokens < least:
+        raise InvalidRequest(f"max_tokens must be at least {least}, not {max_tokens}", param="max_tokens")
+    if wanted.pooling and max_tokens:
+        raise InvalidRequest(f"max_tokens must be 0 if an embedding is wanted, not {max_tokens}", param="max_tokens")
+    if max_tokens == 0 and request.num_choices > 1:
+        raise InvalidRequest(f"n must be 1 if nothing is generated, not {request.num_choices}", param="n")
+    if max_tokens == 0 and any(request.emitted):
+        raise ProtocolError("the request generates nothing, but has tokens of a former attempt")
 
 
 def _check_lengths(request: GenerateRequest, config: WorkerConfig, max_model_len: int) -> None:

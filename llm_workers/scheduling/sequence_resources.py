@@ -142,12 +142,14 @@ class SequenceResources:
         sequence.table.truncate(0)
         sequence.copied_from = NO_BLOCK
         sequence.num_computed = sequence.num_published = 0
+        if sequence.reader is not None:
+            sequence.reader.reset()
         sequence.is_started = sequence.is_private = sequence.may_share_tail = False
 
     def fork(self, leader: Sequence, sibling: Sequence) -> list[UnitKey]:
-        """Makes `sibling`, which holds nothing, refer to the same blocks as `leader`, which has computed the prompt.
-        Without tokens of an earlier attempt, the sibling computes the last token again, for its logits. Returns, as
-        `admit` does, the units that it newly claims and that are not here."""
+        """Makes `sibling`, which holds nothing, refer to the same blocks as `leader`, which has computed the prompt and
+        read what the request wants of it. Without tokens of an earlier attempt, the sibling computes the last token
+        again, for its logits. Returns, as `admit` does, the units that it newly claims and that are not here."""
         assert not len(sibling.table), f"{sibling.sequence_id} already holds blocks"
         num_full = sibling.num_prompt // self._block_size
         # If the leader has filled the last block with tokens of its own and published it, the sibling does not share
@@ -163,6 +165,7 @@ class SequenceResources:
         sibling.num_published = min(leader.num_published, num_full)
         sibling.is_private = sibling.num_published < num_full
         sibling.is_started = sibling.is_forked = True
+        sibling.reader = None
         leader.may_share_tail = sibling.may_share_tail = is_tail_shared
         return self._claim(sibling)
 
@@ -245,8 +248,9 @@ class SequenceResources:
     def _find_hits(self, sequence: Sequence) -> list[int]:
         """Returns the sequence's blocks that are findable. The last token is always computed again, for its logits: a
         full hit is cut by one token. The block of that token is shared all the same, because the values that are
-        written there again equal those that are there."""
-        if not self._is_cache_enabled:
+        written there again equal those that are there. A sequence that has to read the hidden states of all positions
+        hits nothing, because cached blocks do not hold them."""
+        if not self._is_cache_enabled or (sequence.reader is not None and sequence.reader.needs_all_positions):
             return []
         sequence.extend_hashes(sequence.num_tokens // self._block_size, self._block_size)
         limit = self.blocks_for(sequence.num_tokens - 1)

@@ -35,6 +35,7 @@ from fabric.contracts import (
     corrected,
     weighted_tokens,
 )
+from llm_workers.scheduling.prompt_reader import PromptReading, PromptRows
 
 # ---------------------------------------------------------------- plan and result
 
@@ -167,6 +168,8 @@ class Chunk:
     copied_from: int = NO_BLOCK
     """Names a block whose content is copied, before the step, into the block that `start` lies in; `NO_BLOCK` means
     none."""
+    reading: PromptReading | None = None
+    """Says what the step hands back of the prompt's tokens in this chunk; None means nothing."""
 
     @property
     def end(self) -> int:
@@ -206,6 +209,8 @@ class StepResult:
     not_finite: set[SequenceId] = field(default_factory=set)
     """Holds the sequences whose chunk, sampled or not, gave numbers that are not finite. Such a step must not be
     committed, because other sequences would find its blocks."""
+    readings: dict[SequenceId, PromptRows] = field(default_factory=dict)
+    """Holds, for each chunk with a `reading`, what that asks for."""
 
 
 # ---------------------------------------------------------------- what a chunk refers to

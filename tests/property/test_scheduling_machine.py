@@ -13,7 +13,7 @@ from paged_fake import EOS
 from scheduling_prompts import BEGINNINGS, PICTURES, TEXTS, Segment, build, segments
 from scheduling_world import World
 
-from fabric.contracts import GenerateRequest, MemberId, RequestId, SamplingParams, StopConditions
+from fabric.contracts import GenerateRequest, MemberId, PromptOutputs, RequestId, SamplingParams, StopConditions
 from llm_workers.worker_config import Speculation, WorkerConfig
 
 
@@ -55,6 +55,17 @@ configs = st.builds(
 )
 
 
+NOTHING = PromptOutputs()
+OUTPUTS = (
+    PromptOutputs("last"),
+    PromptOutputs("mean"),
+    PromptOutputs("mean", is_normalised=False),
+    PromptOutputs(num_top_logprobs=2),
+    PromptOutputs(num_top_logprobs=0),
+    PromptOutputs("last", num_top_logprobs=1),
+)
+
+
 def make_request(
     name: str,
     parts: tuple[Segment, ...],
@@ -65,8 +76,13 @@ def make_request(
     salt: str,
     priority: int,
     side_names: tuple[str, ...] = (),
+    outputs: PromptOutputs = NOTHING,
 ) -> GenerateRequest:
+    """Returns a request. An embedding allows no tokens and no second choice, and a request without outputs has
+    tokens."""
     token_ids, runs, media = build(parts)
+    if outputs.pooling or not max_tokens:
+        max_tokens, num_choices = (0, 1) if outputs != NOTHING else (1, num_choices)
     return GenerateRequest(
         request_id=RequestId(name),
         attempt=1,
@@ -82,6 +98,7 @@ def make_request(
         cache_salt=salt,
         priority=priority,
         side_names=side_names,
+        prompt_outputs=outputs,
     )
 
 
@@ -95,11 +112,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         parts=segments,
         age=st.integers(0, 40),
         num_choices=st.sampled_from((1, 1, 2, 3)),
-        max_tokens=st.integers(1, 20),
+        max_tokens=st.integers(0, 20),
         seed=st.integers(0, 3),
         salt=st.sampled_from(("", "", "tenant")),
         priority=st.sampled_from((0, 0, 1)),
         side_names=st.sampled_from(((), (), ("talker",), ("talker", "other"))),
+        outputs=st.just(NOTHING) | st.sampled_from(OUTPUTS),
         num_emitted=st.none() | st.lists(st.integers(0, 20), min_size=3, max_size=3),
     )
     def add(
@@ -112,10 +130,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         priority: int,
         side_names: tuple[str, ...],
+        outputs: PromptOutputs,
         num_emitted: list[int] | None,
     ) -> None:
         name = f"r{next(self.serial)}"
-        request = make_request(name, parts, age, num_choices, max_tokens, seed, salt, priority, side_names)
+        request = make_request(name, parts, age, num_choices, max_tokens, seed, salt, priority, side_names, outputs)
         self.world.add(request, num_emitted)
 
     @rule(data=st.data())
@@ -176,8 +195,11 @@ def test_a_crowd_in_a_small_pool(config: WorkerConfig, seed: int) -> None:
             parts = (*rng.choice(BEGINNINGS), *rng.choices((*TEXTS, *PICTURES), k=rng.randrange(3)))
             choices, tokens = rng.choice((1, 1, 2, 3)), rng.randint(1, 25)
             emitted = [rng.randrange(20) for _ in range(3)] if rng.random() < 0.2 else None
+            outputs = rng.choice(OUTPUTS) if rng.random() < 0.3 else NOTHING
             age, salt, priority = turn - rng.choice((0, 0, 50)), rng.choice(("", "", "x")), rng.choice((0, 0, 1))
-            request = make_request(f"r{turn}", parts, age, choices, tokens, rng.randrange(3), salt, priority)
+            request = make_request(
+                f"r{turn}", parts, age, choices, tokens, rng.randrange(3), salt, priority, (), outputs
+            )
             world.add(request, emitted)
         for unit in world.awaited():
             if rng.random() < 0.3:

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fabric.contracts import GenerateRequest, SamplingParams, SequenceId, UnitKey
-from llm_workers.scheduling import Chunk, StepPlan, StepResult
+from fabric.contracts import GenerateRequest, PromptLogprobs, SamplingParams, SequenceId, UnitKey
+from llm_workers.scheduling import Chunk, PromptReading, PromptRows, ScoredRows, StepPlan, StepResult
 from llm_workers.scheduling.sequence import finish_reason
 from modalities.family import Positions
 
@@ -44,6 +44,8 @@ def positions_of(request: GenerateRequest) -> Positions:
 
 def reference_tokens(request: GenerateRequest, choice: int, max_total: int) -> tuple[list[int], str]:
     """Returns the tokens and the finish reason of one choice, computed in one piece with unlimited memory."""
+    if not request.stop.max_tokens:
+        return [], "length"
     rows = _rows_of(request)
     positions = positions_of(request)
     axes = positions.ids.T.tolist()
@@ -64,6 +66,30 @@ def reference_tokens(request: GenerateRequest, choice: int, max_total: int) -> t
             return drawn, reason
 
 
+def reference_outputs(request: GenerateRequest) -> tuple[np.ndarray, PromptLogprobs | None]:
+    """Returns the embedding (empty without a pooling) and the log-probabilities that a request wants of its prompt,
+    computed in one piece."""
+    wanted, rows = request.prompt_outputs, _rows_of(request)
+    axes = positions_of(request).ids.T.tolist()
+    digest, values = 0, []
+    for index, token_id in enumerate(request.token_ids):
+        values.append(_value(digest, token_id, axes[index], rows.get(index)))
+        digest = _digest_after(digest, index, values[-1])
+    hidden = np.array([_hidden(value) for value in values], dtype=np.float64)
+    pooled = {"": np.zeros(0), "last": hidden[-1], "mean": hidden.mean(axis=0)}[wanted.pooling]
+    if wanted.pooling and wanted.is_normalised:
+        pooled = pooled / np.sqrt((pooled**2).sum())
+    if wanted.num_top_logprobs is None:
+        return pooled, None
+    scores = [
+        _score(value, target, wanted.num_top_logprobs)
+        for value, target in zip(values, request.token_ids[1:], strict=False)
+    ]
+    ids, logprobs, ranks = zip(*scores, strict=True) if scores else ((), (), ())
+    packed = (np.array(ids, "<i4"), np.array(logprobs, "<f4"), np.array(ranks, "<i4"))
+    return pooled, PromptLogprobs(wanted.num_top_logprobs, *(each.tobytes() for each in packed))
+
+
 class PagedFake:
     """Executes plans; `features` holds the units that are readable now."""
 
@@ -81,6 +107,7 @@ class PagedFake:
             for target, content in copies:
                 pages[target] = content
         token_ids: dict[SequenceId, tuple[int, ...]] = {}
+        readings: dict[SequenceId, PromptRows] = {}
         for chunk in plan.chunks:
             values = self._compute(chunk)
             if chunk.sampling is not None:
@@ -89,7 +116,9 @@ class PagedFake:
                     for ahead, value in enumerate(values[len(values) - 1 - chunk.num_drafts :])
                 ]
                 token_ids[chunk.sequence_id] = tuple(chunk.accepted(drawn))
-        return StepResult(token_ids)
+            if chunk.reading is not None:
+                readings[chunk.sequence_id] = _read(values, chunk.reading)
+        return StepResult(token_ids, readings=readings)
 
     def _compute(self, chunk: Chunk) -> list[int]:
         """Returns the values of the chunk's tokens."""
@@ -121,6 +150,30 @@ class PagedFake:
 
 def _copies(chunk: Chunk) -> bool:
     return chunk.copied_from >= 0
+
+
+def _hidden(value: int) -> list[float]:
+    """Returns a hidden state whose sums over a prompt are exact."""
+    return [1.0 + value % 251, value // 251 % 241]
+
+
+def _score(value: int, target: int, num_top: int) -> tuple[list[int], list[float], int]:
+    """Returns the ids, log-probabilities and rank of a target, all of which depend on the value of the token before
+    it."""
+    top = [(value // 7 + place) % VOCABULARY for place in range(num_top)]
+    return [target, *top], [-float((value + target) % 97), *(-float(each) for each in top)], 1 + value % 53
+
+
+def _read(values: Sequence[int], reading: PromptReading) -> PromptRows:
+    hidden = np.array([_hidden(value) for value in values], dtype=np.float32)
+    pooled = {"": None, "last": hidden[-1], "mean": hidden.sum(axis=0)}[reading.pooling]
+    if not len(reading.targets):
+        return PromptRows(pooled, None)
+    scores = [
+        _score(value, target, reading.num_top) for value, target in zip(values, reading.targets.tolist(), strict=False)
+    ]
+    ids, logprobs, ranks = zip(*scores, strict=True)
+    return PromptRows(pooled, ScoredRows(np.array(ids), np.array(logprobs, np.float32), np.array(ranks)))
 
 
 def _rows_of(request: GenerateRequest) -> dict[int, tuple[UnitKey, int]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-from paged_fake import PagedFake, positions_of, reference_tokens
+from paged_fake import PagedFake, positions_of, reference_outputs, reference_tokens
 
 from fabric.contracts import (
     ANCHOR_STRIDE,
@@ -26,6 +26,7 @@ from fabric.contracts import (
     GenerateRequest,
     ManualClock,
     MemberId,
+    PromptOutputs,
     SequenceId,
     UnitKey,
     UnitReady,
@@ -38,6 +39,7 @@ from llm_workers.scheduling import (
     NextRead,
     ReleasedFeature,
     Scheduler,
+    SequenceOutputs,
     StepEvents,
     StepPlan,
     StepResult,
@@ -63,6 +65,8 @@ class World:
         self.live: set[SequenceId] = set()
         self.tokens: dict[SequenceId, list[int]] = {}
         self.finishes: Counter[SequenceId] = Counter()
+        self.read: set[AttemptId] = set()
+        """Holds the attempts whose prompts have given their outputs."""
         self.asked_for: set[tuple[SequenceId, UnitKey]] = set()
         limits = replace(config, unclaimed_unit_ttl_s=1e6, unit_wait_s=1e6, keep_features="never")
         self.store = FeatureStore(limits, self.clock, FeatureLog(MemberId("worker"), 1))
@@ -82,7 +86,7 @@ class World:
             except ContextLengthExceeded:
                 return
             raise AssertionError("a prompt that can never fit was taken")
-        if num_emitted is not None:
+        if num_emitted is not None and request.stop.max_tokens:
             full = [reference_tokens(request, choice, self.max_total)[0] for choice in range(request.num_choices)]
             cut = zip(full, num_emitted, strict=False)
             request = _with_emitted(request, tuple(tuple(tokens[:count]) for tokens, count in cut))
@@ -194,6 +198,8 @@ class World:
         for ended in admission.finished:
             self._finish(ended.sequence_id, ended.finish_reason, ended.num_tokens)
         assert len(admission.sequence_ids) + len(admission.finished) == request.num_choices
+        if request.prompt_outputs.needs_all_positions:
+            assert admission.num_cached_tokens == 0, "cached tokens have no hidden states"
         needed = {UnitKey(request.media[run.item].mm_hash, run.unit) for run in request.placeholders}
         assert set(admission.missing_units) <= needed - self.fake.features
         self.asked_for |= {(one, unit) for one in admission.sequence_ids for unit in admission.missing_units}
@@ -240,13 +246,26 @@ class World:
             assert drawn.sequence_id in self.live
             assert drawn.first_index == len(self.tokens[drawn.sequence_id])
             self.tokens[drawn.sequence_id] += drawn.token_ids
+        for outputs in events.prompt_outputs:
+            self._check_outputs(outputs)
         for ended in events.finished:
+            attempt_id = ended.sequence_id.attempt_id
+            assert attempt_id in self.read or self.requests[attempt_id].prompt_outputs == PromptOutputs()
             self.live.remove(ended.sequence_id)
             self._finish(ended.sequence_id, ended.finish_reason, ended.num_tokens)
         assert {one.sequence_id for one in events.tokens if one.finish_reason} == {
-            one.sequence_id for one in events.finished
+            one.sequence_id for one in events.finished if self.requests[one.sequence_id.attempt_id].stop.max_tokens
         }
         self._release_unneeded()
+
+    def _check_outputs(self, outputs: SequenceOutputs) -> None:
+        assert outputs.sequence_id in self.live
+        attempt_id = outputs.sequence_id.attempt_id
+        assert attempt_id not in self.read, "the prompt was read twice"
+        self.read.add(attempt_id)
+        embedding, logprobs = reference_outputs(self.requests[attempt_id])
+        np.testing.assert_allclose(np.frombuffer(outputs.embedding, "<f4"), embedding, rtol=1e-6)
+        assert outputs.logprobs == logprobs
 
     def _finish(self, sequence_id: SequenceId, reason: str, num_tokens: int) -> None:
         self.finishes[sequence_id] += 1
