@@ -18,7 +18,15 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import ParamSpec, TypeVar
 
-from fabric.contracts import InvalidRequest, KvScheme, MediaItem, PlaceholderRange, SamplingParams, StopConditions
+from fabric.contracts import (
+    InvalidRequest,
+    KvScheme,
+    MediaItem,
+    PlaceholderRange,
+    PromptOutputs,
+    SamplingParams,
+    StopConditions,
+)
 from kv_index import prompt_block_hashes
 from modalities.family import ExpandedPrompt, Family, MediaOptions
 from modalities.registry import Registry
@@ -75,6 +83,8 @@ class Prompt:
     cache_salt: str = ""
     priority: int = 0
     ignored_fields: tuple[str, ...] = ()
+    prompt_outputs: PromptOutputs = field(default_factory=PromptOutputs)
+    """Says what the request wants of its prompt besides generated tokens."""
     _scheme_to_hashes: dict[KvScheme, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     def block_hashes(self, scheme: KvScheme) -> bytes:
@@ -86,7 +96,10 @@ class Prompt:
         return hashes
 
     def scheme_to_hashes(self, schemes: Iterable[KvScheme]) -> dict[KvScheme, bytes]:
-        """Returns the hashes in each of these schemes."""
+        """Returns the hashes in each of these schemes by which workers find the prompt's blocks. It returns none if
+        workers must compute every position: what they have cached does not help then."""
+        if self.prompt_outputs.needs_all_positions:
+            return {}
         return {scheme: self.block_hashes(scheme) for scheme in schemes}
 
     @property

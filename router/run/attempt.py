@@ -135,6 +135,7 @@ class Attempt:
             priority=prompt.priority,
             dispatched_items=tuple(assignment.item_index for assignment in plan.assignments),
             emitted=tuple(emitted) if any(emitted) else (),
+            prompt_outputs=prompt.prompt_outputs,
         )
 
     # ------------------------------------------------------------ awaiting the result

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
-from fabric.contracts import Aborted, RequestId, TokenLogprobs, WeftError
+from fabric.contracts import Aborted, PromptLogprobs, RequestId, TokenLogprobs, WeftError
 from modalities.text import StopStrings
 from router.api import ScoredToken, Usage
 from router.prompt import PLAIN, AnswerPlan
@@ -54,6 +54,10 @@ class RequestStream:
         self.usage: Usage | None = None
         self.answer: AnswerPlan = PLAIN
         """Says how the text of a choice is read."""
+        self.embedding = b""
+        """Holds the embedding of the prompt as float32, little-endian, if the request wants one and has ended."""
+        self.prompt_logprobs: PromptLogprobs | None = None
+        """Is set if the request wants the log-probabilities of its prompt and has ended."""
         self.record: Callable[[], dict[str, object]] = dict
         """Returns the record of the request as JSON values; it is whole once the stream has ended."""
         self._error: WeftError | None = None

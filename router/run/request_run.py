@@ -36,6 +36,7 @@ from fabric.contracts import (
     TransferFailed,
     Unavailable,
     WeftError,
+    WorkerLost,
 )
 from router.api import Usage
 from router.observe import RequestTrace, Timing
@@ -174,6 +175,7 @@ class RequestRun:
         """Runs the request to its end. The stream gets its one terminal event also if something fails."""
         try:
             result = await self._serve()
+            self._take_outputs(result)
             self.stream.finish(self._account.usage(self._prompt, result))
         except WeftError as error:
             self.stream.fail(error)
@@ -184,6 +186,16 @@ class RequestRun:
             self._break(error)
         finally:
             self._conclude()
+
+    def _take_outputs(self, result: GenerateResult | None) -> None:
+        """Gives the stream what the request wants of its prompt. Raises WorkerLost if it was lost with a worker that
+        had sent all tokens."""
+        wanted, stream = self._prompt.prompt_outputs, self.stream
+        if result is not None:
+            stream.embedding, stream.prompt_logprobs = result.embedding, result.prompt_logprobs
+        is_scored = stream.prompt_logprobs is not None or wanted.num_top_logprobs is None
+        if not is_scored or bool(stream.embedding) != bool(wanted.pooling):
+            raise WorkerLost("the worker was lost before it sent what the request wants of its prompt")
 
     def _break(self, error: Exception) -> None:
         """Logs an error that no part of the router expects, and ends the stream with it. It must be called in the
