@@ -8,7 +8,7 @@ are for tests of single parts.
 """
 
 from deploy.testing.fake_clusters import TINY_MODEL, FakeCluster, FakePools, NoProber, fake_cluster, settled
-from deploy.testing.fake_members import FakeEncoder, FakeWorker, WorkerScript, reply_text
+from deploy.testing.fake_members import FakeEncoder, FakeWorker, WorkerScript, reply_outputs, reply_text
 from deploy.testing.in_process import in_process_cluster, registered, small_config, write_demo_variant
 from deploy.testing.tiny_family import TinyFamily, tiny_codec
 from fabric.contracts import ManualClock
@@ -32,6 +32,7 @@ __all__ = [
     "fake_cluster",
     "in_process_cluster",
     "registered",
+    "reply_outputs",
     "reply_text",
     "settled",
     "small_config",

@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from fabric.contracts import (
     WEFT_KV,
     AbortAttempt,
@@ -41,6 +43,7 @@ from fabric.contracts import (
     Member,
     MemberId,
     PlaneMessage,
+    PromptLogprobs,
     RouterHeartbeat,
     SnapshotRequest,
     StageTimes,
@@ -67,6 +70,23 @@ def reply_text(token_ids: Sequence[int], seed: int, choice: int) -> str:
     """Returns the answer of every fake worker. It contains multi-byte characters."""
     digest = hashlib.sha256(repr((tuple(token_ids), seed, choice)).encode()).hexdigest()[:8]
     return f"choice {choice} of {len(token_ids)} tokens: {digest} – grüß dich 🙂 ok"
+
+
+def reply_outputs(request: GenerateRequest) -> tuple[bytes, PromptLogprobs | None]:
+    """Returns what every fake worker gives of a prompt besides tokens: an embedding of 8 numbers (empty without a
+    pooling), and log-probabilities if they are wanted."""
+    wanted, embedding = request.prompt_outputs, b""
+    if wanted.pooling:
+        digest = hashlib.sha256(repr((request.token_ids, wanted.pooling)).encode()).digest()
+        vector = np.frombuffer(digest[:8], np.uint8).astype("<f4") - 100
+        embedding = (vector / np.linalg.norm(vector) if wanted.is_normalised else vector).astype("<f4").tobytes()
+    if wanted.num_top_logprobs is None:
+        return embedding, None
+    targets = np.array(request.token_ids[1:], dtype="<i4")
+    top = np.broadcast_to(np.arange(wanted.num_top_logprobs, dtype="<i4"), (len(targets), wanted.num_top_logprobs))
+    token_ids = np.concatenate([targets[:, None], top], axis=1)
+    logprobs = -np.concatenate([targets[:, None] / 64, top + 0.5], axis=1).astype("<f4")
+    return embedding, PromptLogprobs(top.shape[1], token_ids.tobytes(), logprobs.tobytes(), (targets + 1).tobytes())
 
 
 @dataclass
@@ -168,7 +188,8 @@ class FakeWorker:
                     reasons[choice],
                     tuple(TokenLogprobs(-0.5, ((token_id, -0.5),)) for token_id in token_ids) if wants_logprobs else (),
                 )
-                frames.append(frame)
+                if request.stop.max_tokens:
+                    frames.append(frame)
                 at[choice] += len(token_ids)
             self._send_frames(request, frames)
             if all(reasons):
@@ -176,9 +197,9 @@ class FakeWorker:
         self._store(request)
         choices = tuple(ChoiceResult(choice, reasons[choice] or "abort", at[choice]) for choice in range(len(at)))
         trace = (TraceEvent(SystemClock().now(), self.member_id, "prefill", {"cached": num_cached}),)
-        return GenerateResult(
-            self.member_id, choices, len(request.token_ids), num_cached, 0.001, 0.01, 0.0, 0.02, trace
-        )
+        times = (0.001, 0.01, 0.0, 0.02)
+        num_prompt, (embedding, logprobs) = len(request.token_ids), reply_outputs(request)
+        return GenerateResult(self.member_id, choices, num_prompt, num_cached, *times, trace, None, embedding, logprobs)
 
     def _send_frames(self, request: GenerateRequest, frames: list[TokenFrame]) -> None:
         sent = self.script.frames(frames)
@@ -222,7 +243,7 @@ class FakeWorker:
         if self.script.forgets_prefix:
             self._blocks.clear()
         num_blocks = 0
-        for block in self._hashes(request):
+        for block in () if request.prompt_outputs.needs_all_positions else self._hashes(request):
             if block not in self._blocks:
                 break
             num_blocks += 1
