@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -32,7 +33,15 @@ from deploy.demo.build import demo_checkpoint
 from deploy.local import LocalCluster
 from deploy.ranks import load_share, spawn_rank
 from deploy.testing import in_process_cluster
-from fabric.contracts import ConfigError, SamplingParams, WeftError, WorkerLost
+from fabric.contracts import (
+    ConfigError,
+    GenerateResult,
+    PromptOutputs,
+    SamplingParams,
+    StopConditions,
+    WeftError,
+    WorkerLost,
+)
 from llm_workers.compute import register_attention
 from llm_workers.tensor_parallel import Invitation, ParallelLanguageModel, RankGroup, RankProcess
 from llm_workers.worker_service import WorkerService
@@ -184,6 +193,27 @@ class TestTwoIntactRanks:
         found = asyncio.run(choices(worker(parallel, is_prefix_cache_enabled=False)))
         assert found == asyncio.run(choices(rig(parts=qwen2, block_size=1, num_blocks=512)))
         assert len({tuple(tokens[:2]) for tokens in found}) == 3
+
+    def test_outputs_of_prompts_are_those_of_one_rank(self, qwen2: LoadedFamily, parallel: Parallel) -> None:
+        of = qwen2.prompt(Text(6, 43))
+        nothing, outputs = StopConditions(max_tokens=0), PromptOutputs("mean", num_top_logprobs=3)
+
+        async def read(around: Any) -> GenerateResult:
+            async with around as r:
+                request = r.request(of, stop=nothing, prompt_outputs=outputs)
+                return await asyncio.wait_for(r.service.generate(request), 60)
+
+        ours = asyncio.run(read(worker(parallel, max_step_tokens=16)))
+        alone = asyncio.run(read(rig(parts=qwen2, block_size=8)))
+        assert ours.error is None
+        found, expected = (np.frombuffer(each.embedding, "<f4") for each in (ours, alone))
+        assert len(found) == qwen2.family.shape.hidden_size
+        np.testing.assert_allclose(found, expected, atol=1e-4)
+        assert ours.prompt_logprobs is not None
+        assert alone.prompt_logprobs is not None
+        scores = [[one.logprobs.logprob for one in each.prompt_logprobs.tokens()] for each in (ours, alone)]
+        assert len(scores[0]) == len(of.token_ids) - 1
+        np.testing.assert_allclose(scores[0], scores[1], atol=1e-3)
 
     def test_what_was_not_finite_is_found_on_no_rank(
         self, qwen2: LoadedFamily, parallel: Parallel, monkeypatch: pytest.MonkeyPatch

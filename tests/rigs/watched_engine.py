@@ -23,7 +23,7 @@ from fabric.contracts import (
 )
 from llm_workers.engine import PROBE_ID, Engine
 from llm_workers.engine_interface import Update
-from llm_workers.scheduling import FeatureReference, ReleasedFeature, Scheduler, StepPlan, StepResult
+from llm_workers.scheduling import FeatureReference, PromptRows, ReleasedFeature, Scheduler, StepPlan, StepResult
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Positions
 
@@ -80,6 +80,11 @@ class Executor:
                 chunk.sequence_id
                 for chunk in plan.chunks
                 if chunk.end > self.not_finite.get(chunk.sequence_id.request_id, 1000)
+            },
+            readings={
+                chunk.sequence_id: PromptRows(np.array([3.0, 4.0], np.float32), None)
+                for chunk in plan.chunks
+                if chunk.reading is not None
             },
         )
 

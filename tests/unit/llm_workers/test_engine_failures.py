@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+from msgspec import structs
 from scheduling_cases import reference
 from watched_engine import POSITIONS, UNIT, OutOfMemoryError, Watched, raising, request
 
@@ -10,8 +12,10 @@ from fabric.contracts import (
     AttemptId,
     EngineFailed,
     InvalidRequest,
+    PromptOutputs,
     RequestId,
     SamplingParams,
+    StopConditions,
     WorkerLost,
     split_hashes,
 )
@@ -73,6 +77,19 @@ def test_a_step_too_large_for_its_memory_is_computed_in_parts() -> None:
     assert watched.tokens("a") == watched.tokens("b") == watched.tokens("c") == [100, 101, 102]
     watched.engine.check_health()
     watched.engine.stop()
+
+
+def test_an_embedding_survives_a_step_that_is_computed_in_parts(watched: Watched) -> None:
+    wanted = {"prompt_outputs": PromptOutputs("last"), "stop": StopConditions(max_tokens=0)}
+    watched.executor.broken = {"b"}
+    watched.engine.add(structs.replace(request("a"), **wanted), POSITIONS)
+    watched.engine.add(structs.replace(request("b"), **wanted), POSITIONS)
+    watched.until(lambda: watched.finished() and watched.failed())
+    assert watched.finished() == {"a": "length"}
+    assert list(watched.failed()) == ["b"]
+    (outputs,) = [one for update in watched.seen if update.events for one in update.events.prompt_outputs]
+    assert outputs.sequence_id.request_id == "a"
+    assert np.frombuffer(outputs.embedding, "<f4").tolist() == pytest.approx([0.6, 0.8])
 
 
 def test_several_poisoned_requests_in_one_step_do_not_cost_the_worker() -> None:

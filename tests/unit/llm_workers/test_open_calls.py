@@ -9,6 +9,7 @@ from fabric.contracts import (
     GenerateRequest,
     MemberId,
     MmHash,
+    PromptLogprobs,
     RequestId,
     SamplingParams,
     SequenceId,
@@ -16,7 +17,7 @@ from fabric.contracts import (
     UnitKey,
 )
 from llm_workers.open_calls import MAX_PREFILL_EVENTS, OpenAttempt
-from llm_workers.scheduling import AdmittedSequences, FinishedSequence, SequenceTimes, SequenceTokens
+from llm_workers.scheduling import AdmittedSequences, FinishedSequence, SequenceOutputs, SequenceTimes, SequenceTokens
 
 WORKER = MemberId("worker-1")
 
@@ -110,3 +111,13 @@ def test_the_trace_is_in_the_order_of_time_and_bounded() -> None:
     assert prefills[-1]["end"] == 4 * MAX_PREFILL_EVENTS
     assert sum(p["steps_s"] for p in prefills) == MAX_PREFILL_EVENTS, "a merged event has the time of its steps"
     assert attempt.result(FeatureMismatch("no")).error.code == "feature_mismatch"
+
+
+def test_the_result_has_the_outputs_of_the_prompt_unless_the_attempt_failed() -> None:
+    attempt = OpenAttempt(WORKER, request(), 10.0)
+    assert (attempt.result().embedding, attempt.result().prompt_logprobs) == (b"", None)
+    logprobs = PromptLogprobs(0, b"1234", b"5678", b"9012")
+    attempt.outputs = SequenceOutputs(sequence(0), b"abcd", logprobs)
+    assert (attempt.result().embedding, attempt.result().prompt_logprobs) == (b"abcd", logprobs)
+    failed = attempt.result(FeatureMismatch("wrong"))
+    assert (failed.embedding, failed.prompt_logprobs) == (b"", None)

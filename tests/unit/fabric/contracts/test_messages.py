@@ -6,6 +6,7 @@ import types
 import typing
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -146,3 +147,25 @@ def test_an_item_counts_its_rows_and_names_its_units() -> None:
     assert item.num_tokens == 14
     assert item.unit_keys() == [UnitKey(MmHash("aa"), 0), UnitKey(MmHash("aa"), 1)]
     assert calls.PlaceholderRange(5, 8, 0, 0, 0).end == 13
+
+
+def test_scores_of_a_prompt_are_read_row_by_row() -> None:
+    packed = calls.PromptLogprobs(
+        1,
+        np.array([[5, 9], [6, 6]], "<i4").tobytes(),
+        np.array([[-1.5, -0.5], [-0.25, -0.25]], "<f4").tobytes(),
+        np.array([2, 1], "<i4").tobytes(),
+    )
+    assert packed.tokens() == [
+        calls.PromptToken(5, 2, calls.TokenLogprobs(-1.5, ((9, -0.5),))),
+        calls.PromptToken(6, 1, calls.TokenLogprobs(-0.25, ((6, -0.25),))),
+    ]
+    assert calls.PromptLogprobs(3, b"", b"", b"").tokens() == []
+
+
+def test_a_request_of_a_router_without_outputs_wants_none() -> None:
+    """Fields are appended, so a shorter array of an older sender is a request that wants nothing of its prompt."""
+    fields = ["r", 0, "router", "local://r", [1, 2], [], [], [], [5], [0.0, "r"]]
+    request = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=calls.GenerateRequest)
+    assert request.prompt_outputs == calls.PromptOutputs()
+    assert not request.prompt_outputs.needs_all_positions

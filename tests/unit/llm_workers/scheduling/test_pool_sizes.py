@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fabric.transport.feature_channel import SlotMemory
-from llm_workers.scheduling import LargestItem, arena_room, feature_bytes, shortfalls, worker_bytes
+from llm_workers.scheduling import (
+    SCORED_AT_ONCE,
+    LargestItem,
+    arena_room,
+    feature_bytes,
+    shortfalls,
+    worker_bytes,
+)
 from llm_workers.scheduling.pool_sizes import MIN_TEXT_TOKENS, slot_bytes
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import ModelShape
@@ -30,10 +37,12 @@ def test_the_workspace_grows_with_what_a_step_holds() -> None:
     longer = worker_bytes(SHAPE, WorkerConfig(max_step_tokens=200), ENOUGH, "float32").workspace
     context = min(SHAPE.max_model_len, 1024 * 16)
     assert longer - small == 100 * 64 * 4 * (16 + 2 * 4) + 100 * context * 4
-    guessing = WorkerConfig(max_step_tokens=100, max_sequences=10, speculation=Speculation(4))
-    plain = WorkerConfig(max_step_tokens=100, max_sequences=10)
-    taken = [worker_bytes(SHAPE, config, ENOUGH, "float32").workspace for config in (plain, guessing)]
-    assert taken[1] - taken[0] == 3 * 4 * 10 * SHAPE.vocab_size * 4, "every guess has a row of logits"
+    guessing = WorkerConfig(max_step_tokens=1000, max_sequences=80, speculation=Speculation(4))
+    plain, few = (WorkerConfig(max_step_tokens=1000, max_sequences=number) for number in (80, 10))
+    taken = [worker_bytes(SHAPE, config, ENOUGH, "float32").workspace for config in (few, plain, guessing)]
+    row = 3 * SHAPE.vocab_size * 4
+    assert taken[2] - taken[1] == 4 * 80 * row, "every guess has a row of logits"
+    assert taken[1] - taken[0] == (80 - SCORED_AT_ONCE) * row, "the rows of a prompt take more than those of few draws"
 
 
 @pytest.mark.parametrize("payload", [1, 63, 64, 65, 1000])
