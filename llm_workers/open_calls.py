@@ -153,7 +153,7 @@ class OpenCalls:
                 call.attempt.prefilled(sequence_id.choice, start, end, ended_s, step_s)
         for outputs in events.prompt_outputs:
             if call := self._calls.get(outputs.sequence_id.attempt_id):
-                call.attempt.outputs = outputs
+                call.attempt.read(outputs, at_s)
         self._send_tokens(events, at_s)
         for sequence_id in events.preempted:
             if call := self._calls.get(sequence_id.attempt_id):
@@ -212,8 +212,7 @@ class OpenAttempt:
         self._num_tokens = dict(enumerate(emitted))
         self._num_cached_tokens = 0
         self._times = _Times()
-        self.outputs: SequenceOutputs | None = None
-        """Holds what the prompt gives besides tokens, once it is computed and if the request wants something."""
+        self._outputs: SequenceOutputs | None = None
         self.note("received", received_at_s)
 
     # ------------------------------------------------------------ what happened
@@ -251,6 +250,13 @@ class OpenAttempt:
             self.note("first_token", at_s, choice=tokens.sequence_id.choice)
         choice = tokens.sequence_id.choice
         self._num_tokens[choice] = max(self._num_tokens[choice], tokens.first_index + len(tokens.token_ids))
+
+    def read(self, outputs: SequenceOutputs, at_s: float) -> None:
+        """Records what the prompt gives besides tokens. If the request generates nothing, this stands for its first
+        token."""
+        self._outputs = outputs
+        if not self.request.stop.max_tokens:
+            self._times = replace(self._times, first_token_s=at_s - self._received_at_s)
 
     def finished(self, finished: FinishedSequence, at_s: float) -> None:
         """Records that a choice has ended. The first choice computes the prompt for all choices, so the number of
@@ -290,7 +296,7 @@ class OpenAttempt:
 
     def result(self, error: WeftError | None = None) -> GenerateResult:
         """Returns the terminal event for the current state. The trace in it is sorted by time."""
-        outputs = None if error is not None else self.outputs
+        outputs = None if error is not None else self._outputs
         return GenerateResult(
             worker_id=self._member_id,
             choices=tuple(self._choices[choice] for choice in sorted(self._choices)),

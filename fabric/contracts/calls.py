@@ -347,7 +347,8 @@ class GenerateResult(Wire, frozen=True):
     """Sums the seconds for which the request waited for a feature at its doorstep, the first placeholder whose unit has
     not arrived."""
     first_token_s: float = 0.0
-    """Holds the time from the request's receipt to its first token."""
+    """Holds the time from the request's receipt to its first token, or to the outputs of its prompt if it generates
+    nothing."""
     trace: tuple[TraceEvent, ...] = ()
     error: ErrorInfo | None = None
     embedding: bytes = b""

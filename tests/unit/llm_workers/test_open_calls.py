@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from msgspec import structs
+
 from fabric.contracts import (
     FeatureMismatch,
     GenerateRequest,
@@ -117,7 +119,16 @@ def test_the_result_has_the_outputs_of_the_prompt_unless_the_attempt_failed() ->
     attempt = OpenAttempt(WORKER, request(), 10.0)
     assert (attempt.result().embedding, attempt.result().prompt_logprobs) == (b"", None)
     logprobs = PromptLogprobs(0, b"1234", b"5678", b"9012")
-    attempt.outputs = SequenceOutputs(sequence(0), b"abcd", logprobs)
+    attempt.read(SequenceOutputs(sequence(0), b"abcd", logprobs), 10.5)
     assert (attempt.result().embedding, attempt.result().prompt_logprobs) == (b"abcd", logprobs)
+    assert attempt.result().first_token_s == 0.0
     failed = attempt.result(FeatureMismatch("wrong"))
     assert (failed.embedding, failed.prompt_logprobs) == (b"", None)
+
+
+def test_outputs_stand_for_the_first_token_if_nothing_is_generated() -> None:
+    """Predictions of the time to the first token are compared with this time."""
+    attempt = OpenAttempt(WORKER, structs.replace(request(), stop=StopConditions(max_tokens=0)), 10.0)
+    attempt.read(SequenceOutputs(sequence(0), b"abcd", None), 10.5)
+    attempt.finished(finished(0, num_tokens=0), 10.6)
+    assert attempt.result().first_token_s == 0.5
