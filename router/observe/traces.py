@@ -75,7 +75,10 @@ class RequestTrace:
 
     def add_answer(self, attempt: int, host: str, sent_at_s: float, result: GenerateResult | EncodeResult) -> None:
         """Adds what a member on `host` has answered to a call that the router made at `sent_at_s`: its events, and its
-        own measurements. It is called when the answer arrives."""
+        own measurements, but not the outputs of the prompt, which may be large. It is called when the answer
+        arrives."""
+        if isinstance(result, GenerateResult) and (result.embedding or result.prompt_logprobs is not None):
+            result = msgspec.structs.replace(result, embedding=b"", prompt_logprobs=None)
         member_id = result.worker_id if isinstance(result, GenerateResult) else result.encoder_id
         kept = self._extend(result.trace)
         self._answers.append(MemberAnswer(attempt, member_id, host, sent_at_s, self._clock.now(), result, kept))

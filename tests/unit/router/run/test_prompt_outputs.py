@@ -53,6 +53,14 @@ async def test_a_request_that_generates_nothing_ends_with_its_outputs(
         assert bool(stream.embedding) == bool(outputs.pooling)
         assert (stream.prompt_logprobs is None) == (outputs.num_top_logprobs is None)
         assert cluster.service.admission.num_in_flight == 0
+        trace = cluster.service.traces.get(stream.request_id)
+        assert trace is not None
+        record = trace.to_json()
+        assert (record["outcome"], record["finish_reasons"]) == ("ok", ["length"])
+        (answer,) = trace._answers
+        assert isinstance(answer.result, GenerateResult)
+        assert (answer.result.embedding, answer.result.prompt_logprobs) == (b"", None), "a trace is kept for long"
+        assert answer.result.num_prompt_tokens == len(sent.token_ids)
 
 
 @pytest.mark.parametrize(
