@@ -65,7 +65,9 @@ class WorkerEngine(FeatureEngine, Protocol):
     def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
         """Adds a request. `guide` stands at the beginning of the request's grammar, if it has one, and belongs to the
         engine from this call on. An update answers: with an `Admitted`, or with a `FailedAttempt` if the request can't
-        be computed. If this call itself raises, no update answers."""
+        be computed. If this call itself raises, no update answers. What the request wants of its prompt
+        (`PromptOutputs`) comes once, with the events of a step (`StepEvents.prompt_outputs`), and not after the end of
+        its last choice."""
         ...
 
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:

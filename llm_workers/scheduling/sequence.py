@@ -508,15 +508,16 @@ def _check_outputs(request: GenerateRequest) -> None:
 
 
 def _check_lengths(request: GenerateRequest, config: WorkerConfig, max_model_len: int) -> None:
-    num_tokens = len(request.token_ids)
-    if num_tokens >= max_model_len:
+    """Raises ContextLengthExceeded for a prompt that can't be computed, or not be answered with at least one token."""
+    num_tokens, capacity = len(request.token_ids), config.num_blocks * config.block_size
+    is_answered = request.stop.max_tokens > 0
+    if num_tokens + is_answered > max_model_len:
+        needed = ", and the answer needs at least one" if is_answered else ""
         raise ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens, but the context of the model has {max_model_len}, and the answer "
-            "needs at least one",
+            f"the prompt has {num_tokens} tokens, but the context of the model has {max_model_len}{needed}",
             param="messages",
         )
-    if num_tokens >= max_total_tokens(config, max_model_len):
+    if num_tokens > capacity:
         raise ContextLengthExceeded(
-            f"the prompt has {num_tokens} tokens, but a worker has room for {config.num_blocks * config.block_size}",
-            param="messages",
+            f"the prompt has {num_tokens} tokens, but a worker has room for {capacity}", param="messages"
         )

@@ -80,7 +80,8 @@ class World:
 
     def add(self, request: GenerateRequest, num_emitted: list[int] | None = None) -> None:
         """Adds a request; `num_emitted` says how many tokens per choice an earlier attempt had already sent."""
-        if len(request.token_ids) >= self.max_total:
+        most = MAX_MODEL_LEN - 1 if request.stop.max_tokens else MAX_MODEL_LEN
+        if len(request.token_ids) > min(most, self.config.num_blocks * self.config.block_size):
             try:
                 self.scheduler.prepare(request, positions_of(request))
             except ContextLengthExceeded:

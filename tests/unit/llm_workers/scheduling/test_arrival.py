@@ -82,6 +82,12 @@ def arrive(of: GenerateRequest, config: WorkerConfig = CONFIG) -> Arrival:
             "the prompt has 100 tokens, but the context of the model has 100, and the answer needs at least one",
             "messages",
         ),
+        (
+            request("a", 101, prompt_outputs=PromptOutputs("last"), max_tokens=0),
+            ContextLengthExceeded,
+            "the prompt has 101 tokens, but the context of the model has 100",
+            "messages",
+        ),
         (request("a", 65), ContextLengthExceeded, "the prompt has 65 tokens, but a worker has room for 64", "messages"),
         (
             request("a", 5, num_choices=2, emitted=((1,),)),
@@ -158,3 +164,9 @@ def test_units_are_named_when_their_last_run_ends() -> None:
     assert layout.units_completed(20, 42) == [unit("two"), unit("three")]
     assert layout.units_completed(42, 60) == []
     assert layout.units_after(3) == [unit("two"), unit("three")]
+
+
+def test_a_prompt_without_an_answer_may_fill_the_context() -> None:
+    wide = WorkerConfig(block_size=4, num_blocks=25)
+    arrival = arrive(request("a", 100, prompt_outputs=PromptOutputs("last"), max_tokens=0), wide)
+    assert arrival.sequences[0].num_tokens == 100
