@@ -338,7 +338,7 @@ class RouterService:
         request_id, prompt_builder = trace.request_id, self._prompt_builder
         shown = prompt_builder.shown_token_ids(draft)
         choices = [
-            ChoiceOutput(IncrementalDetokenizer(self._codec, shown), prompt.stop_strings, prompt.ending_token_ids)
+            ChoiceOutput(IncrementalDetokenizer(self._codec, shown=shown), prompt.stop_strings, prompt.ending_token_ids)
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)

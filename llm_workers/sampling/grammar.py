@@ -99,4 +99,5 @@ class _Vocabulary:
         self._codec = codec
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return self._codec.encode(text if isinstance(text, str) else text.decode(errors="replace"))
+        """Returns the ids of text inside an answer, which has no blank put before it."""
+        return self._codec.encode(text if isinstance(text, str) else text.decode(errors="replace"), is_start=False)

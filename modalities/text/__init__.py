@@ -2,14 +2,16 @@
 
 `codec` renders conversations with a checkpoint's chat template and tokenises them, so that text from a client never
 becomes a control token. `detokenizer` turns the generated ids into text as they arrive, and ends the text at a stop
-string. `tokenizer_files` reads the files from which both are built.
+string. `token_decoding` says what each token adds to a text, and `tokenizer_parts` what a tokenizer puts around one.
+`tokenizer_files` reads the files from which these are built, and `sentencepiece_model` the file tokenizer.model.
 
 The router renders prompts and streams text with them, and workers use the bytes of tokens for structured output. The
 folder knows nothing of media, in whose place a prompt has one placeholder token each, and nothing of requests.
 """
 
 from modalities.text.codec import ChatTemplate, TextCodec
-from modalities.text.detokenizer import LETTER_TO_BYTE, IncrementalDetokenizer, StopStrings, token_bytes
+from modalities.text.detokenizer import IncrementalDetokenizer, StopStrings, token_bytes
+from modalities.text.token_decoding import LETTER_TO_BYTE
 from modalities.text.tokenizer_files import qwen_tokenizer
 
 __all__ = [

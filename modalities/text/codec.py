@@ -27,10 +27,11 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
 
 from fabric.contracts import ConfigError, ContextLengthExceeded, InvalidRequest
+from modalities.text.token_decoding import decoding_of
 from modalities.text.tokenizer_files import chat_template, eos_token_ids, load_tokenizer, special_token_names
+from modalities.text.tokenizer_parts import added_ids, continuing, is_spelled_by_model, matching_raw_text
 
 MAX_CHARS_PER_TOKEN = 64
 """Limits the average number of characters per token over a whole context; longer texts are refused untokenised.
@@ -45,19 +46,28 @@ class TextCodec:
     """Holds the tokenizer and chat template of one checkpoint. Its methods change nothing; threads may share it."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int]) -> None:
-        """Raises ConfigError for a tokenizer that is not byte-level and for a control token that can't be guarded."""
-        if not isinstance(tokenizer.decoder, ByteLevel):
-            kind = type(tokenizer.decoder).__name__
-            raise ConfigError(f"the decoder of the tokenizer is {kind}, but Weft supports only byte-level decoders")
+        """Raises ConfigError for a tokenizer whose decoder is not supported (`token_decoding` says which are) and for a
+        control token that can't be guarded."""
+        self.decoding = decoding_of(tokenizer)
+        control_tokens = _control_tokens(tokenizer, template.literal_text)
+        tokenizer = matching_raw_text(tokenizer, control_tokens)
         self._tokenizer = tokenizer
+        self._continuing_tokenizer = continuing(tokenizer)
+        self._spelled_ids = frozenset(
+            tokenizer.token_to_id(token) for token in control_tokens if is_spelled_by_model(tokenizer, token)
+        )
+        """Holds the ids of control tokens that the model may make out of letters which do not spell them."""
+        self._added_ids = added_ids(tokenizer)
         self._template = template
-        self._control_tokens = ControlTokens(_control_tokens(tokenizer, template.literal_text))
+        self._control_tokens = ControlTokens(control_tokens)
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         """Counts the tokens that have a text; the model's logits may be wider because of padding."""
         added = tokenizer.get_added_tokens_decoder()
         self.special_token_ids = frozenset(id for id, token in added.items() if token.special)
         """Holds the ids that `decode` leaves out by default."""
+        self._id_to_bytes: dict[int, bytes] = {}
+        self._id_to_piece: dict[int, str | int] = {}
 
     @classmethod
     def load(cls, model_dir: Path, *, now: Callable[[], datetime] = datetime.now) -> TextCodec:
@@ -107,17 +117,57 @@ class TextCodec:
         rendered = render(marked_messages, variables=marked_variables)
         return self._encode_pieces(self._control_tokens.pieces(rendered, mark), most_tokens)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Returns the token ids of text from outside. Characters that spell a control token become ordinary tokens;
-        `token_id` returns the id of a control token. Raises InvalidRequest for text that is not Unicode."""
-        if not self._control_tokens.is_contained(text):
-            return self._encode_pieces([text])
-        mark = unused_mark([text])
-        return self._encode_pieces(self._control_tokens.pieces(self._control_tokens.marked_inside(text, mark), mark))
+        `token_id` returns the id of a control token. Without `is_start`, the text goes on in the middle of another one,
+        so that a SentencePiece-like tokenizer puts no blank before it. Raises InvalidRequest for text that is not
+        Unicode."""
+        return self._encode_untrusted(text, is_start=is_start)
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of the ids. Bytes that are not UTF-8 become U+FFFD; ids without a token become nothing."""
-        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def encode_text_prompt(
+        self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None, param: str = "prompt"
+    ) -> list[int]:
+        """Returns the token ids of a raw prompt from a client, in which control tokens are text.
+
+        With `add_special_tokens`, the prompt has the ids that the tokenizer's own post-processor puts before and after
+        a text, such as the beginning-of-sequence token. Raises InvalidRequest, which names `param`, for text that is
+        not Unicode, and ContextLengthExceeded as `render` does."""
+        if most_tokens is not None and len(text) > MAX_CHARS_PER_TOKEN * most_tokens:
+            raise _too_long(most_tokens, param)
+        ids = self._encode_untrusted(text, most_tokens=most_tokens, param=param)
+        return [*self._added_ids.before, *ids, *self._added_ids.after] if add_special_tokens else ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, follows_text: bool = False) -> str:
+        """Returns the text of the ids. Bytes that are not UTF-8 become U+FFFD; ids without a token become nothing.
+
+        The decoder of a SentencePiece-like tokenizer removes the blank at the start of the text, which such a tokenizer
+        puts before every text. This is right for an assistant's message, which is a text of its own: templates trim it
+        and write a blank before it themselves (`[/INST] Sure`). With `follows_text`, the ids continue a text, such as
+        the prompt of a raw completion, and the blank is kept: the prompt and the result together are then what the
+        model wrote."""
+        tokenizer = self._continuing_tokenizer if follows_text else self._tokenizer
+        return tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def shown_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes that the token adds to a text of a byte-level tokenizer; special tokens add none."""
+        found = self._id_to_bytes.get(token_id)
+        if found is None:
+            token = None if token_id in self.special_token_ids else self.token_text(token_id)
+            if token is None:
+                return b""
+            found = self._id_to_bytes[token_id] = self.decoding.token_bytes(token)
+        return found
+
+    def shown_piece(self, token_id: int) -> str | int | None:
+        """Returns the text or the byte that the token adds inside a text of a SentencePiece-like tokenizer. Special
+        tokens and ids without a token add nothing, for which it returns None."""
+        found = self._id_to_piece.get(token_id)
+        if found is None:
+            token = None if token_id in self.special_token_ids else self.token_text(token_id)
+            if token is None:
+                return None
+            found = self._id_to_piece[token_id] = self.decoding.piece(token)
+        return found
 
     @property
     def template_source(self) -> str:
@@ -125,48 +175,96 @@ class TextCodec:
         return self._template.source
 
     def token_text(self, token_id: int) -> str | None:
-        """Returns the token's entry in the vocabulary, or None if there is none. An ordinary token's entry consists of
-        byte-level letters."""
+        """Returns the token's entry in the vocabulary, or None if there is none. In a byte-level vocabulary, the entry
+        of an ordinary token consists of byte-level letters; in SentencePiece's it has "▁" for blanks."""
         return self._tokenizer.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
         """Returns the id of the token with this exact text, or None. The token may be a control token."""
         return self._tokenizer.token_to_id(token)
 
-    def _encode_pieces(self, pieces: Iterable[str], most_tokens: int | None = None) -> list[int]:
+    def _encode_untrusted(
+        self, text: str, *, most_tokens: int | None = None, param: str = "messages", is_start: bool = True
+    ) -> list[int]:
+        pieces = [text]
+        if self._control_tokens.is_contained(text):
+            mark = unused_mark([text])
+            pieces = self._control_tokens.pieces(self._control_tokens.marked_inside(text, mark), mark)
+        return self._encode_pieces(pieces, most_tokens, param=param, is_start=is_start)
+
+    def _encode_pieces(
+        self, pieces: Sequence[str], most_tokens: int | None = None, *, param: str = "messages", is_start: bool = True
+    ) -> list[int]:
+        """Returns the token ids of a text that is cut inside control tokens. With `most_tokens`, it raises
+        ContextLengthExceeded as soon as there are more than twice that many."""
         ids: list[int] = []
-        for piece in pieces:
-            ids += self._encode_piece(piece, most_tokens)
+        for part, is_continued in self._parts(pieces, is_start):
+            ids += self._encode_part(part, is_continued, most_tokens, param)
             if most_tokens is not None and len(ids) > 2 * most_tokens:
-                raise _too_long(most_tokens)
+                raise _too_long(most_tokens, param)
         return ids
 
-    def _encode_piece(self, piece: str, most_tokens: int | None) -> list[int]:
-        """Returns the token ids of one piece. With `most_tokens`, it first tokenises beginnings of growing length and
+    def _parts(self, pieces: Sequence[str], is_start: bool) -> Iterator[tuple[str, bool]]:
+        """Yields the parts of a text that are tokenised one by one, each with whether it continues the part before it.
+
+        A piece after a cut goes on in the middle of a text only up to its first control token. The tokenizer decides
+        for itself what it puts before the text after a control token."""
+        for index, piece in enumerate(pieces):
+            if (index == 0 and is_start) or self._continuing_tokenizer is self._tokenizer:
+                yield piece, False
+                continue
+            end = self._control_tokens.first_start(piece)
+            yield piece[:end], True
+            if end < len(piece):
+                yield piece[end:], False
+
+    def _encode_part(self, part: str, is_continued: bool, most_tokens: int | None, param: str) -> list[int]:
+        """Returns the token ids of one part. With `most_tokens`, it first tokenises beginnings of growing length and
         raises ContextLengthExceeded if one has more than twice that many tokens.
 
-        A beginning alone may have more tokens than the same characters have in the whole piece, because its last word
+        A beginning alone may have more tokens than the same characters have in the whole part, because its last word
         is cut, but never twice as many."""
         if most_tokens is not None:
             tried = TRIED_CHARS_PER_TOKEN * most_tokens
-            while tried < len(piece):
-                if len(self._token_ids(piece[:tried])) > 2 * most_tokens:
-                    raise _too_long(most_tokens)
+            while tried < len(part):
+                if len(self._token_ids(part[:tried], is_continued, param)) > 2 * most_tokens:
+                    raise _too_long(most_tokens, param)
                 tried *= 4
-        return self._token_ids(piece)
+        return self._token_ids(part, is_continued, param)
 
-    def _token_ids(self, text: str) -> list[int]:
+    def _token_ids(self, text: str, is_continued: bool, param: str) -> list[int]:
+        tokenizer = self._continuing_tokenizer if is_continued else self._tokenizer
         try:
             # A batch (here of one) releases the interpreter's lock; `encode` would hold it for a second with some MB.
-            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+            ids = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except TypeError as error:  # The library refuses lone surrogates in this way.
             message = "the text is not valid Unicode: it contains a lone surrogate"
-            raise InvalidRequest(message, param="messages") from error
+            raise InvalidRequest(message, param=param) from error
+        if self._spelled_ids.isdisjoint(ids):
+            return ids
+        parts = self._misspelled_parts(tokenizer, text)
+        if len(parts) == 1:
+            return ids
+        first = self._token_ids(parts[0], is_continued, param)
+        rest = [pair for part in parts[1:] for pair in self._parts([part], is_start=False)]
+        return first + [token_id for part, goes_on in rest for token_id in self._token_ids(part, goes_on, param)]
+
+    def _misspelled_parts(self, tokenizer: Tokenizer, text: str) -> list[str]:
+        """Returns the text, cut inside each part that became a control token without spelling it. Raises InvalidRequest
+        if such a part has only one character."""
+        encoding = tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        cuts = []
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if token_id in self._spelled_ids and text[start:end].strip() != (token := tokenizer.id_to_token(token_id)):
+                if end - start < 2:
+                    raise InvalidRequest(f"the character {text[start:end]!r} must not stand for the token {token}")
+                cuts.append(start + 1)
+        return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def _too_long(most_tokens: int) -> ContextLengthExceeded:
+def _too_long(most_tokens: int, param: str = "messages") -> ContextLengthExceeded:
     message = f"this model's context is {most_tokens} tokens, and the prompt has many more"
-    return ContextLengthExceeded(message, param="messages")
+    return ContextLengthExceeded(message, param=param)
 
 
 def _control_tokens(tokenizer: Tokenizer, template_text: str) -> list[str]:
@@ -183,11 +281,6 @@ def _control_tokens(tokenizer: Tokenizer, template_text: str) -> list[str]:
             raise ConfigError(
                 f"the control token {text!r} can't be distinguished from ordinary text: it must have at least two "
                 "characters, and no white space at its ends"
-            )
-        if token.normalized and tokenizer.normalizer is not None:
-            raise ConfigError(
-                f"the tokenizer matches the control token {text!r} after normalisation, so Weft can't find it in the "
-                "text of a request"
             )
         tokens.append(text)
     return tokens
@@ -224,6 +317,11 @@ class ControlTokens:
     def is_contained(self, text: str) -> bool:
         """Returns true if the text spells a control token."""
         return self._pattern.search(text) is not None
+
+    def first_start(self, text: str) -> int:
+        """Returns the position of the first control token in the text, or the text's length if it has none."""
+        match = self._pattern.search(text)
+        return len(text) if match is None else match.start()
 
     def is_harmless(self, text: str, is_structural: bool = False) -> bool:
         """Returns true if no control token can arise from this text, regardless of the text around it."""

@@ -1,9 +1,9 @@
 """Reads a checkpoint's files for text: its tokenizer, its chat template, the names of its special tokens, and its
 end-of-turn ids.
 
-The tokenizer is a `tokenizers.Tokenizer`, built from tokenizer.json or from Qwen's vocab.json and merges.txt. The chat
-template is returned as source, and this module knows nothing of Jinja. Each function raises ConfigError for a file that
-can't be used.
+The tokenizer is a `tokenizers.Tokenizer`, built from tokenizer.json, from Qwen's vocab.json and merges.txt, or from
+SentencePiece's tokenizer.model. The chat template is returned as source, and this module knows nothing of Jinja. Each
+function raises ConfigError for a file that can't be used.
 """
 
 from __future__ import annotations
@@ -11,21 +11,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from fabric.contracts import ConfigError
 from modalities.checkpoint_files import read_json_if_present
+from modalities.text.sentencepiece_model import piece_decoder, read_sentencepiece
+from modalities.text.token_decoding import decoding_of
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Loads the tokenizer and switches off truncation and padding, which a file may ask for. Raises ConfigError if it
-    can't be loaded."""
-    file = model_dir / "tokenizer.json"
+    """Loads the tokenizer as transformers does, and switches off truncation and padding, which a file may ask for.
+    Raises ConfigError if it can't be loaded."""
+    config = read_json_if_present(model_dir / "tokenizer_config.json")
     try:
-        tokenizer = Tokenizer.from_file(str(file)) if file.is_file() else _from_vocabulary(model_dir)
-    except ConfigError:
-        raise
+        tokenizer = _from_files(model_dir, config)
+        if _is_rebuilt_as_llama(model_dir, config, tokenizer):
+            tokenizer = _rebuilt_as_llama(tokenizer, config)
+        _set_added_ids(tokenizer, config, special_token_names(model_dir))
+    except ConfigError as error:
+        raise ConfigError(f"{model_dir.name}: {error}") from error
     except Exception as error:  # The library `tokenizers` raises Exception itself, nothing narrower.
         raise ConfigError(f"{model_dir.name}: the tokenizer can't be loaded: {error}") from error
     tokenizer.no_truncation()
@@ -33,25 +38,81 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
     return tokenizer
 
 
-def _from_vocabulary(model_dir: Path) -> Tokenizer:
-    """Builds the tokenizer of a Qwen checkpoint that has no tokenizer.json. Raises ConfigError for other
-    checkpoints."""
-    config = read_json_if_present(model_dir / "tokenizer_config.json")
-    if config.get("tokenizer_class") not in QWEN_CLASSES:
-        raise ConfigError(
-            f"{model_dir.name}: there is no tokenizer.json, and without it tokenizer_class must be one of "
-            f"{', '.join(QWEN_CLASSES)}, not {config.get('tokenizer_class')!r}"
-        )
-    model = BPE.from_file(str(model_dir / "vocab.json"), str(model_dir / "merges.txt"))
-    tokenizer = qwen_tokenizer(model)
+def _from_files(model_dir: Path, config: Mapping[str, object]) -> Tokenizer:
+    """Builds the tokenizer from the first of tokenizer.json, Qwen's vocab.json and tokenizer.model that can be used.
+    Raises ConfigError if there is none."""
+    file, sentencepiece = model_dir / "tokenizer.json", model_dir / "tokenizer.model"
+    if file.is_file():
+        return Tokenizer.from_file(str(file))
+    if config.get("tokenizer_class") in QWEN_CLASSES:
+        model = BPE.from_file(str(model_dir / "vocab.json"), str(model_dir / "merges.txt"))
+        return _with_added_tokens(qwen_tokenizer(model), config)
+    if sentencepiece.is_file():
+        return _with_added_tokens(read_sentencepiece(sentencepiece).tokenizer(), config)
+    raise ConfigError(
+        f"there is neither a tokenizer.json nor a tokenizer.model, and without them tokenizer_class must be one of "
+        f"{', '.join(QWEN_CLASSES)}, not {config.get('tokenizer_class')!r}"
+    )
+
+
+def _with_added_tokens(tokenizer: Tokenizer, config: Mapping[str, object]) -> Tokenizer:
+    """Adds the tokens of tokenizer_config.json. Raises ConfigError if one gets another id than it must have."""
     added = config.get("added_tokens_decoder")
     for token_id, entry in sorted((added if isinstance(added, Mapping) else {}).items(), key=lambda item: int(item[0])):
         tokenizer.add_tokens([AddedToken(**{key: entry[key] for key in ADDED_TOKEN_FIELDS if key in entry})])
         if (found := tokenizer.token_to_id(entry["content"])) != int(token_id):
-            raise ConfigError(
-                f"{model_dir.name}: the token {entry['content']} must have the id {token_id}, but it has {found}"
-            )
+            raise ConfigError(f"the token {entry['content']} must have the id {token_id}, but it has {found}")
     return tokenizer
+
+
+def _set_added_ids(tokenizer: Tokenizer, config: Mapping[str, object], names: Mapping[str, str]) -> None:
+    """Replaces the post-processor if tokenizer_config.json says whether a raw prompt gets a beginning-of-sequence and
+    an end-of-sequence token. This overrules the post-processor, as in transformers (`update_post_processor`)."""
+    if not {"add_bos_token", "add_eos_token"} & config.keys():
+        return
+    found = {}
+    for kind in ("bos", "eos"):
+        token = names.get(f"{kind}_token", "") if config.get(f"add_{kind}_token") else ""
+        if (token_id := tokenizer.token_to_id(token)) is not None:
+            found[kind] = (token, token_id)
+    parts = [found["bos"][0]] if "bos" in found else []
+    parts += ["$A", *([found["eos"][0]] if "eos" in found else [])]
+    tokenizer.post_processor = processors.TemplateProcessing(single=parts, special_tokens=list(found.values()))
+
+
+# ------------------------------------------------------------ Llama's tokenizer
+
+LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+# For these types of models, transformers 5.23 takes tokenizer.json as it is
+# (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` in transformers/models/auto/tokenization_auto.py, and the rows of
+# `TOKENIZER_MAPPING_NAMES` there that name no class of their own).
+TYPES_AS_THE_FILE_SAYS = frozenset(
+    {"internlm2", "internlm3", "jamba", "llava", "llava_next", "mistral", "mixtral", "phi3", "vipllava"}
+)
+
+
+def _is_rebuilt_as_llama(model_dir: Path, config: Mapping[str, object], tokenizer: Tokenizer) -> bool:
+    """Returns true if transformers ignores the normaliser, pre-tokenizer and decoder of the file, because the class of
+    the tokenizer is Llama's. Byte-level tokenizers (Llama 3) stay as they are."""
+    if config.get("tokenizer_class") not in LLAMA_CLASSES or not isinstance(tokenizer.model, BPE):
+        return False
+    if decoding_of(tokenizer).is_byte_level:
+        return False
+    return read_json_if_present(model_dir / "config.json").get("model_type") not in TYPES_AS_THE_FILE_SAYS
+
+
+def _rebuilt_as_llama(tokenizer: Tokenizer, config: Mapping[str, object]) -> Tokenizer:
+    """Returns the tokenizer that `LlamaTokenizer` of transformers 5.23 makes of the vocabulary.
+
+    With `legacy`, a "▁" stands at the start of the text and after each control token; otherwise, which is the default
+    since version 5, only at the start."""
+    has_prefix = config.get("add_prefix_space") is not False
+    scheme = ("always" if config.get("legacy") else "first") if has_prefix else "never"
+    tokenizer.normalizer = normalizers.Sequence([])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    tokenizer.decoder = piece_decoder(has_prefix)
+    # The added tokens were prepared with the former normaliser, so that only a new tokenizer finds them as written.
+    return Tokenizer.from_str(tokenizer.to_str())
 
 
 # ------------------------------------------------------------ Qwen's tokenizer
