@@ -28,7 +28,6 @@ def load_tokenizer(model_dir: Path) -> Tokenizer:
         tokenizer = _from_files(model_dir, config)
         if _is_rebuilt_as_llama(model_dir, config, tokenizer):
             tokenizer = _rebuilt_as_llama(tokenizer, config)
-        _set_added_ids(tokenizer, config, special_token_names(model_dir))
     except ConfigError as error:
         raise ConfigError(f"{model_dir.name}: {error}") from error
     except Exception as error:  # The library `tokenizers` raises Exception itself, nothing narrower.
@@ -48,7 +47,9 @@ def _from_files(model_dir: Path, config: Mapping[str, object]) -> Tokenizer:
         model = BPE.from_file(str(model_dir / "vocab.json"), str(model_dir / "merges.txt"))
         return _with_added_tokens(qwen_tokenizer(model), config)
     if sentencepiece.is_file():
-        return _with_added_tokens(read_sentencepiece(sentencepiece).tokenizer(), config)
+        tokenizer = _with_added_tokens(read_sentencepiece(sentencepiece).tokenizer(), config)
+        tokenizer.post_processor = _post_processor(tokenizer, config, special_token_names(model_dir))
+        return tokenizer
     raise ConfigError(
         f"there is neither a tokenizer.json nor a tokenizer.model, and without them tokenizer_class must be one of "
         f"{', '.join(QWEN_CLASSES)}, not {config.get('tokenizer_class')!r}"
@@ -65,19 +66,20 @@ def _with_added_tokens(tokenizer: Tokenizer, config: Mapping[str, object]) -> To
     return tokenizer
 
 
-def _set_added_ids(tokenizer: Tokenizer, config: Mapping[str, object], names: Mapping[str, str]) -> None:
-    """Replaces the post-processor if tokenizer_config.json says whether a raw prompt gets a beginning-of-sequence and
-    an end-of-sequence token. This overrules the post-processor, as in transformers (`update_post_processor`)."""
-    if not {"add_bos_token", "add_eos_token"} & config.keys():
-        return
-    found = {}
-    for kind in ("bos", "eos"):
-        token = names.get(f"{kind}_token", "") if config.get(f"add_{kind}_token") else ""
-        if (token_id := tokenizer.token_to_id(token)) is not None:
-            found[kind] = (token, token_id)
-    parts = [found["bos"][0]] if "bos" in found else []
-    parts += ["$A", *([found["eos"][0]] if "eos" in found else [])]
-    tokenizer.post_processor = processors.TemplateProcessing(single=parts, special_tokens=list(found.values()))
+def _post_processor(
+    tokenizer: Tokenizer, config: Mapping[str, object], names: Mapping[str, str]
+) -> processors.TemplateProcessing:
+    """Returns what tokenizer_config.json says about the beginning and the end of a raw prompt. SentencePiece's
+    tokenizers write a beginning-of-sequence token unless the file says otherwise. With a tokenizer.json, the
+    post-processor of that file counts instead, as in transformers."""
+    added = []
+    for kind, default in (("bos", True), ("eos", False)):
+        token = names.get(f"{kind}_token", "") if config.get(f"add_{kind}_token", default) else ""
+        token_id = tokenizer.token_to_id(token)
+        added.append(None if token_id is None else (token, token_id))
+    before, after = ([] if entry is None else [entry[0]] for entry in added)
+    special = [entry for entry in added if entry is not None]
+    return processors.TemplateProcessing(single=[*before, "$A", *after], special_tokens=special)
 
 
 # ------------------------------------------------------------ Llama's tokenizer

@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import json
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,17 +88,22 @@ def metaspace_bpe(prepend_scheme: str = "first") -> Tokenizer:
     return tokenizer
 
 
-def unigram(has_byte_fallback: bool = True) -> Tokenizer:
-    """Returns a Unigram tokenizer with compatibility normalisation (NFKC) and the decoder Metaspace. With byte
-    fallback, the decoder is that of Llama-2."""
+@functools.cache
+def _trained_pieces() -> tuple[tuple[str, float], ...]:
+    """Returns the vocabulary of a trained Unigram tokenizer. Two trainings may order pieces of the same score
+    differently."""
     trained = Tokenizer(Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = UnigramTrainer(vocab_size=300, special_tokens=CONTROL_TOKENS, unk_token="<unk>", show_progress=False)
     trained.train_from_iterator(SENTENCES, trainer)
-    vocabulary = [(text, score) for text, score in json.loads(trained.to_str())["model"]["vocab"]]
-    if has_byte_fallback:
-        vocabulary += [(text, 0.0) for text in BYTE_TOKENS]
-    tokenizer = Tokenizer(Unigram(vocabulary, 0, has_byte_fallback))
+    return tuple((text, score) for text, score in json.loads(trained.to_str())["model"]["vocab"])
+
+
+def unigram(has_byte_fallback: bool = True) -> Tokenizer:
+    """Returns a Unigram tokenizer with compatibility normalisation (NFKC) and the decoder Metaspace. With byte
+    fallback, the decoder is that of Llama-2."""
+    bytes_ = [(text, 0.0) for text in BYTE_TOKENS] if has_byte_fallback else []
+    tokenizer = Tokenizer(Unigram([*_trained_pieces(), *bytes_], 0, has_byte_fallback))
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = _piece_decoder() if has_byte_fallback else decoders.Metaspace()
@@ -203,8 +207,3 @@ def _number(field: int, value: int) -> bytes:
 
 def _message(field: int, content: bytes) -> bytes:
     return _varint(field << 3 | 2) + _varint(len(content)) + content
-
-
-def tokens_of(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str | None]:
-    """Returns the entries of the ids in the vocabulary, for messages of failing tests."""
-    return [tokenizer.id_to_token(token_id) for token_id in ids]
