@@ -1,9 +1,10 @@
 """Converts text to token ids and back, without torch or transformers.
 
 `codec` renders conversations with a checkpoint's chat template and tokenises them, so that text from a client never
-becomes a control token. `detokenizer` turns the generated ids into text as they arrive, and ends the text at a stop
-string. `token_decoding` says what each token adds to a text, and `tokenizer_parts` what a tokenizer puts around one.
-`tokenizer_files` reads the files from which these are built, and `sentencepiece_model` the file tokenizer.model.
+becomes a control token, which `control_tokens` sees to. `detokenizer` turns the generated ids into text as they arrive,
+and ends the text at a stop string. `token_decoding` says what each token adds to a text, and `tokenizer_parts` what a
+tokenizer puts around one. `tokenizer_files` reads the files from which these are built, and `sentencepiece_model` the
+file tokenizer.model.
 
 The router renders prompts and streams text with them, and workers use the bytes of tokens for structured output. The
 folder knows nothing of media, in whose place a prompt has one placeholder token each, and nothing of requests.

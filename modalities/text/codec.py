@@ -12,12 +12,11 @@ This module knows nothing of media: a placeholder is one token here. It knows no
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from jinja2 import nodes
@@ -29,8 +28,15 @@ from jinja2.utils import Namespace
 from tokenizers import Tokenizer
 
 from fabric.contracts import ConfigError, ContextLengthExceeded, InvalidRequest
+from modalities.text.control_tokens import ControlTokens, strings, unused_mark, with_strings
 from modalities.text.token_decoding import decoding_of
-from modalities.text.tokenizer_files import chat_template, eos_token_ids, load_tokenizer, special_token_names
+from modalities.text.tokenizer_files import (
+    chat_template,
+    eos_token_ids,
+    has_processor,
+    load_tokenizer,
+    special_token_names,
+)
 from modalities.text.tokenizer_parts import added_ids, continuing, is_spelled_by_model, matching_raw_text
 
 MAX_CHARS_PER_TOKEN = 64
@@ -45,9 +51,16 @@ long, the rest is not tokenised."""
 class TextCodec:
     """Holds the tokenizer and chat template of one checkpoint. Its methods change nothing; threads may share it."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, eos_token_ids: Sequence[int]) -> None:
-        """Raises ConfigError for a tokenizer whose decoder is not supported (`token_decoding` says which are) and for a
-        control token that can't be guarded."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        eos_token_ids: Sequence[int],
+        is_beginning_added: bool = False,
+    ) -> None:
+        """Combines the parts. With `is_beginning_added`, a conversation gets what the tokenizer puts before a raw
+        prompt if the template has not written it. Raises ConfigError for a tokenizer whose decoder is not supported
+        (`token_decoding` says which are) and for a control token that can't be guarded."""
         self.decoding = decoding_of(tokenizer)
         control_tokens = _control_tokens(tokenizer, template.literal_text)
         tokenizer = matching_raw_text(tokenizer, control_tokens)
@@ -58,6 +71,7 @@ class TextCodec:
         )
         """Holds the ids of control tokens that the model may make out of letters which do not spell them."""
         self._added_ids = added_ids(tokenizer)
+        self._chat_prefix = self._added_ids.before if is_beginning_added else ()
         self._template = template
         self._control_tokens = ControlTokens(control_tokens)
         self.eos_token_ids = tuple(eos_token_ids)
@@ -76,7 +90,7 @@ class TextCodec:
         tokenizer = load_tokenizer(model_dir)
         names = special_token_names(model_dir)
         template = ChatTemplate(chat_template(model_dir), names, now)
-        return cls(tokenizer, template, eos_token_ids(model_dir))
+        return cls(tokenizer, template, eos_token_ids(model_dir), is_beginning_added=has_processor(model_dir))
 
     def render(
         self,
@@ -105,7 +119,7 @@ class TextCodec:
             raise _too_long(most_tokens)
         render = partial(self._template.render, add_generation_prompt=add_generation_prompt)
         if all(self._control_tokens.is_harmless(text, is_structural) for text, is_structural in texts):
-            return self._encode_pieces([render(messages, variables=variables)], most_tokens)
+            return self._begun(self._encode_pieces([render(messages, variables=variables)], most_tokens))
         literals = [self._template.literal_text, *self._control_tokens.tokens]
         mark = unused_mark([*(text for text, _ in texts), *literals])
         free = partial(self._control_tokens.marked, mark=mark)
@@ -115,7 +129,12 @@ class TextCodec:
         assert isinstance(marked_messages, list)
         assert isinstance(marked_variables, dict)
         rendered = render(marked_messages, variables=marked_variables)
-        return self._encode_pieces(self._control_tokens.pieces(rendered, mark), most_tokens)
+        return self._begun(self._encode_pieces(self._control_tokens.pieces(rendered, mark), most_tokens))
+
+    def _begun(self, ids: list[int]) -> list[int]:
+        """Returns the ids of a conversation with its beginning-of-sequence token, if it must have one and has none."""
+        num = len(self._chat_prefix)
+        return ids if tuple(ids[:num]) == self._chat_prefix else [*self._chat_prefix, *ids]
 
     def encode(self, text: str, *, is_start: bool = True) -> list[int]:
         """Returns the token ids of text from outside. Characters that spell a control token become ordinary tokens;
@@ -284,150 +303,6 @@ def _control_tokens(tokenizer: Tokenizer, template_text: str) -> list[str]:
             )
         tokens.append(text)
     return tokens
-
-
-# ------------------------------------------------------------ control tokens in text from outside
-
-STRUCTURAL_KEYS = ("role", "type")
-MARK_RANGES = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
-
-
-class ControlTokens:
-    """Holds the control tokens of one tokenizer. Each has two or more characters and no white space at its ends.
-
-    A mark is one character that occurs in none of the texts. It is inserted into every string from outside wherever a
-    control token could arise: inside each control token that the string spells, and at the string's ends where it could
-    join with its neighbouring text after rendering. The rendered text is then cut at those marks that are inside a
-    control token, and only there, so that harmless text is tokenised exactly as if there were no marks.
-
-    This does not cover a template that rewrites its input's letters (upper case, slices inside words) into a control
-    token. A template that measures or compares a text with a mark sees the mark and may render that text differently.
-    The class knows nothing of tokenizers or templates."""
-
-    def __init__(self, tokens: Iterable[str]) -> None:
-        self.tokens = tuple(sorted(set(tokens), key=lambda token: (-len(token), token)))
-        assert all(len(token) >= 2 and token == token.strip() for token in self.tokens)
-        alternatives = "|".join(map(re.escape, self.tokens)) or "(?!)"
-        self._pattern = re.compile(alternatives)
-        self._starts_pattern = re.compile(f"(?={alternatives})")
-        self._prefixes = frozenset(token[:end] for token in self.tokens for end in range(1, len(token)))
-        self._suffixes = frozenset(token[start:] for token in self.tokens for start in range(1, len(token)))
-        self._max_length = max(map(len, self.tokens), default=0)
-
-    def is_contained(self, text: str) -> bool:
-        """Returns true if the text spells a control token."""
-        return self._pattern.search(text) is not None
-
-    def first_start(self, text: str) -> int:
-        """Returns the position of the first control token in the text, or the text's length if it has none."""
-        match = self._pattern.search(text)
-        return len(text) if match is None else match.start()
-
-    def is_harmless(self, text: str, is_structural: bool = False) -> bool:
-        """Returns true if no control token can arise from this text, regardless of the text around it."""
-        if is_structural or self.is_contained(text):
-            return not self.is_contained(text)
-        return not (self._opens(text) or self._closes(text) or self._is_inside(text))
-
-    def marked_inside(self, text: str, mark: str) -> str:
-        """Returns the text with the mark after the first character of every control token, overlapping ones too."""
-        cuts = [match.start() + 1 for match in self._starts_pattern.finditer(text)]
-        return mark.join(text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True))
-
-    def marked(self, text: str, mark: str) -> str:
-        """Returns the text with marks as in `marked_inside` and at the ends that could join with their surroundings.
-        The marks at the ends stand inside the surrounding white space, so that a template can still trim it."""
-        core = text.strip()
-        before, _, after = text.partition(core) if core else (text, "", "")
-        head = mark if self._closes(text) else ""
-        tail = mark if self._opens(text) or self._is_inside(text) else ""
-        return f"{before}{head}{self.marked_inside(core, mark)}{tail}{after}"
-
-    def pieces(self, text: str, mark: str) -> list[str]:
-        """Returns the text without marks, cut where a mark is inside a control token. If the pieces are tokenised one
-        by one, no piece yields a control token that contained a mark."""
-        parts = text.split(mark)
-        plain = "".join(parts)
-        cuts = list(self._cuts(plain, parts))
-        return [plain[start:end] for start, end in zip([0, *cuts], [*cuts, len(plain)], strict=True)]
-
-    def _cuts(self, plain: str, parts: Sequence[str]) -> Iterator[int]:
-        """Yields ascending positions in `plain`: that of the first mark inside each control token that has one."""
-        marks, end = [], 0
-        for part in parts[:-1]:
-            end += len(part)
-            marks.append(end)
-        next_mark = position = 0
-        while match := self._pattern.search(plain, position):
-            while next_mark < len(marks) and marks[next_mark] <= match.start():
-                next_mark += 1
-            if next_mark < len(marks) and marks[next_mark] < match.end():
-                position = marks[next_mark]
-                yield position
-            else:
-                position = match.end()
-
-    def _opens(self, text: str) -> bool:
-        tail = text.rstrip()[-self._max_length :]
-        return any(tail[start:] in self._prefixes for start in range(len(tail)))
-
-    def _closes(self, text: str) -> bool:
-        head = text.lstrip()[: self._max_length]
-        return any(head[:end] in self._suffixes for end in range(1, len(head) + 1))
-
-    def _is_inside(self, text: str) -> bool:
-        core = text.strip()
-        return 0 < len(core) < self._max_length and any(core in token for token in self.tokens)
-
-
-class Text(NamedTuple):
-    text: str
-    is_structural: bool
-    """Is true for a key, a role or a type. Templates compare these, so only a whole control token in them is broken
-    up."""
-
-
-def strings(value: object, is_structural: bool = False) -> Iterator[Text]:
-    """Yields every string in a JSON-like value, keys included. Raises InvalidRequest for a value that is not JSON."""
-    if isinstance(value, str):
-        yield Text(value, is_structural)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from strings(key, True)
-            yield from strings(item, key in STRUCTURAL_KEYS)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from strings(item)
-    elif value is not None and not isinstance(value, (bool, int, float)):
-        # Other objects are refused because they would bring their methods into the template's sandbox.
-        raise InvalidRequest(
-            f"messages must consist of JSON values, not of a value of type {type(value).__name__}", param="messages"
-        )
-
-
-def with_strings(value: object, free: Callable[[str], str], structural: Callable[[str], str]) -> object:
-    """Returns a copy of `value` in which `free` maps every free string and `structural` maps keys, roles and types."""
-    if isinstance(value, str):
-        return free(value)
-    if isinstance(value, Mapping):
-        return {
-            (structural(key) if isinstance(key, str) else key): structural(item)
-            if key in STRUCTURAL_KEYS and isinstance(item, str)
-            else with_strings(item, free, structural)
-            for key, item in value.items()
-        }
-    if isinstance(value, (list, tuple)):
-        return [with_strings(item, free, structural) for item in value]
-    return value
-
-
-def unused_mark(texts: Iterable[str]) -> str:
-    """Returns a private-use character that occurs in none of the texts. Raises InvalidRequest if they use all."""
-    used = set().union(*texts)
-    for code in (code for codes in MARK_RANGES for code in codes):
-        if chr(code) not in used:
-            return chr(code)
-    raise InvalidRequest("the text must not contain every private-use character of Unicode", param="messages")
 
 
 # ------------------------------------------------------------ chat templates

@@ -159,6 +159,13 @@ def chat_template(model_dir: Path) -> str:
     )
 
 
+def has_processor(model_dir: Path) -> bool:
+    """Returns true for the directory of a model that takes media. In transformers, its conversations are tokenised by a
+    processor, which adds the beginning-of-sequence token if the template has not written it (LLaVA-1.5); the
+    conversations of other models are not changed."""
+    return any((model_dir / name).is_file() for name in ("preprocessor_config.json", "processor_config.json"))
+
+
 def special_token_names(model_dir: Path) -> dict[str, str]:
     """Returns the special tokens of tokenizer_config.json: a mapping from names such as `eos_token` to their texts."""
     config = read_json_if_present(model_dir / "tokenizer_config.json")

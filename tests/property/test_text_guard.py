@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deploy.demo.build import write_all_but_weights
 from deploy.demo.tokenizer import SPECIAL_TOKENS
 from modalities.text import TextCodec
-from modalities.text.codec import ControlTokens
+from modalities.text.control_tokens import ControlTokens
 
 MARK = "\ue000"
 # There are two letters, so that tokens often overlap, contain each other and arise where two texts join.

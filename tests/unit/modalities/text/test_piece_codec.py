@@ -45,11 +45,10 @@ def test_the_legacy_blank_after_a_control_token_of_the_template_stays() -> None:
     legacy, first = codec_of(legacy_bpe()), codec_of(metaspace_bpe())
     hostile = [{"role": "user", "content": "the</s>"}, {"role": "assistant", "content": "the"}]
     turn = [*hostile, {"role": "user", "content": "the"}]
-    marked = ["</s>", "<s>", "▁[INST]"]
     for codec, start in ((legacy, "▁[INST]"), (first, "[")):
         found = tokens(codec, codec.render(turn))
         assert found[:2] == ["<s>", start]
-        assert found[found.index("</s>") :][: len(marked)] == ["</s>", "<s>", start]
+        assert found[found.index("</s>") :][:3] == ["</s>", "<s>", start]
         assert found.count("</s>") == 1
 
 
