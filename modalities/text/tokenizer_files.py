@@ -85,6 +85,7 @@ def _post_processor(
 # ------------------------------------------------------------ Llama's tokenizer
 
 LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+CODE_LLAMA_CLASSES = ("CodeLlamaTokenizer", "CodeLlamaTokenizerFast")
 # For these types of models, transformers 5.23 takes tokenizer.json as it is
 # (`MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS` in transformers/models/auto/tokenization_auto.py, and the rows of
 # `TOKENIZER_MAPPING_NAMES` there that name no class of their own).
@@ -96,7 +97,9 @@ TYPES_AS_THE_FILE_SAYS = frozenset(
 def _is_rebuilt_as_llama(model_dir: Path, config: Mapping[str, object], tokenizer: Tokenizer) -> bool:
     """Returns true if transformers ignores the normaliser, pre-tokenizer and decoder of the file, because the class of
     the tokenizer is Llama's. Byte-level tokenizers (Llama 3) stay as they are."""
-    if config.get("tokenizer_class") not in LLAMA_CLASSES or not isinstance(tokenizer.model, BPE):
+    if config.get("tokenizer_class") not in (*LLAMA_CLASSES, *CODE_LLAMA_CLASSES) or not isinstance(
+        tokenizer.model, BPE
+    ):
         return False
     if decoding_of(tokenizer).is_byte_level:
         return False
@@ -104,12 +107,13 @@ def _is_rebuilt_as_llama(model_dir: Path, config: Mapping[str, object], tokenize
 
 
 def _rebuilt_as_llama(tokenizer: Tokenizer, config: Mapping[str, object]) -> Tokenizer:
-    """Returns the tokenizer that `LlamaTokenizer` of transformers 5.23 makes of the vocabulary.
+    """Returns the tokenizer that `LlamaTokenizer` or `CodeLlamaTokenizer` of transformers 5.23 makes of the vocabulary.
 
-    With `legacy`, a "▁" stands at the start of the text and after each control token; otherwise, which is the default
-    since version 5, only at the start."""
+    With `legacy`, which Code Llama does not know, a "▁" stands at the start of the text and after each control token;
+    otherwise, which is the default since version 5, only at the start."""
     has_prefix = config.get("add_prefix_space") is not False
-    scheme = ("always" if config.get("legacy") else "first") if has_prefix else "never"
+    is_legacy = bool(config.get("legacy")) and config.get("tokenizer_class") in LLAMA_CLASSES
+    scheme = ("always" if is_legacy else "first") if has_prefix else "never"
     tokenizer.normalizer = normalizers.Sequence([])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     tokenizer.decoder = piece_decoder(has_prefix)

@@ -44,6 +44,7 @@ LLAMA2: dict[str, dict[str, Any]] = {
     "with settings that the file overrules": {"add_bos_token": False, "add_eos_token": True},
     "as the file says": {"tokenizer_class": "PreTrainedTokenizerFast"},
     "no class": {"tokenizer_class": None},
+    "code": {"tokenizer_class": "CodeLlamaTokenizer", "legacy": True},
 }
 
 
