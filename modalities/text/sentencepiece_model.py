@@ -22,9 +22,9 @@ from fabric.contracts import ConfigError
 from modalities.text.tokenizer_parts import MARK, SPACE
 
 UNIGRAM, BYTE_PAIRS = 1, 2
-"""Number the types of models that are supported (`TrainerSpec.ModelType`)."""
+"""These are the numbers of the types of models that are supported (`TrainerSpec.ModelType`)."""
 CONTROL, USER_DEFINED = 3, 4
-"""Number the types of pieces that become added tokens (`ModelProto.SentencePiece.Type`)."""
+"""These are the numbers of the types of pieces that become added tokens (`ModelProto.SentencePiece.Type`)."""
 
 
 @dataclass(slots=True)

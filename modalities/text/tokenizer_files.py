@@ -97,11 +97,9 @@ TYPES_AS_THE_FILE_SAYS = frozenset(
 def _is_rebuilt_as_llama(model_dir: Path, config: Mapping[str, object], tokenizer: Tokenizer) -> bool:
     """Returns true if transformers ignores the normaliser, pre-tokenizer and decoder of the file, because the class of
     the tokenizer is Llama's. Byte-level tokenizers (Llama 3) stay as they are."""
-    if config.get("tokenizer_class") not in (*LLAMA_CLASSES, *CODE_LLAMA_CLASSES) or not isinstance(
-        tokenizer.model, BPE
-    ):
+    if config.get("tokenizer_class") not in (*LLAMA_CLASSES, *CODE_LLAMA_CLASSES):
         return False
-    if decoding_of(tokenizer).is_byte_level:
+    if not isinstance(tokenizer.model, BPE) or decoding_of(tokenizer).is_byte_level:
         return False
     return read_json_if_present(model_dir / "config.json").get("model_type") not in TYPES_AS_THE_FILE_SAYS
 
