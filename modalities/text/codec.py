@@ -102,14 +102,17 @@ class TextCodec:
     ) -> list[int]:
         """Returns the conversation's token ids, with one placeholder token per medium.
 
-        `messages` are JSON-like: `content` is a string or a list of parts (`{"type": "text", "text": ...}`,
-        `{"type": "image"}`). `template_kwargs` are variables of the template and are untrusted too. Raises
-        InvalidRequest for messages that the template refuses (such as an unknown role) and for text that is not
-        Unicode. Raises ContextLengthExceeded for text of far more than `most_tokens` tokens, as soon as that is
-        certain, which limits the work for a text that can't fit. A text of only slightly more tokens is returned.
+        `messages` are JSON-like: `content` is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type":
+        "image"}`). Parts that are all texts are joined by new lines if the template takes only strings, as that of
+        Llama-2 does. `template_kwargs` are variables of the template and are untrusted too. Raises InvalidRequest for
+        messages that the template refuses (such as an unknown role) and for text that is not Unicode. Raises
+        ContextLengthExceeded for text of far more than `most_tokens` tokens, as soon as that is certain, which limits
+        the work for a text that can't fit. A text of only slightly more tokens is returned.
         """
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
+        if not self._template.takes_parts:
+            messages = [_with_joined_text(message) for message in messages]
         variables = template_kwargs or {}
         try:
             texts = list(strings([messages, variables]))
@@ -309,6 +312,8 @@ def _control_tokens(tokenizer: Tokenizer, template_text: str) -> list[str]:
 
 # A client may not set these names: they hold the conversation and the template itself (CVE-2025-62426).
 RESERVED_VARIABLES = frozenset({"add_generation_prompt", "chat_template", "messages", "self"})
+PROBE = "0123456789"
+"""Is the text by which `ChatTemplate` finds out what the template takes; no template changes digits."""
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -333,6 +338,9 @@ class ChatTemplate:
         literals |= {const.value for const in tree.find_all(nodes.Const) if isinstance(const.value, str)}
         self.literal_text = "\0".join(sorted(literals))
         """Holds all text that the template can write by itself: its literals, joined by NUL."""
+        parts = [{"type": "text", "text": PROBE}]
+        self.takes_parts = self._shows_probe(parts) or not self._shows_probe(PROBE)
+        """Is false if the template shows a content that is a string and not one that is a list of parts."""
 
     def render(
         self, messages: Sequence[Mapping[str, object]], add_generation_prompt: bool, variables: Mapping[str, object]
@@ -353,6 +361,25 @@ class ChatTemplate:
             # The template computes with the client's data, so these type errors come from the request, not from Weft.
             kind = type(error).__name__
             raise InvalidRequest(f"the chat template can't render the messages ({kind})", param="messages") from error
+
+    def _shows_probe(self, content: object) -> bool:
+        """Returns true if the template shows the text of this content, and not its parts as Python or JSON writes
+        them."""
+        try:
+            rendered = self.render([{"role": "user", "content": content}], True, {})
+        except InvalidRequest:
+            return False
+        return PROBE in rendered and f"'{PROBE}'" not in rendered and f'"{PROBE}"' not in rendered
+
+
+def _with_joined_text(message: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the message with its parts as one string if all of them are texts, else the message itself."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    strings_only = [text for text in texts if isinstance(text, str)]
+    return message if len(strings_only) != len(content) else {**message, "content": "\n".join(strings_only)}
 
 
 def _with_reasoning_names(message: Mapping[str, object]) -> dict[str, object]:

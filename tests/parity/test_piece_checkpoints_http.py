@@ -119,7 +119,7 @@ async def test_chats_over_http_equal_transformers(row: FamilyRow, tmp_path: Path
             return "".join(delta.get("content") or "" for delta in deltas)
 
         async def check(text: str, pictures: list[Image.Image], parts: list[dict[str, Any]]) -> None:
-            messages = user(*parts, text) if parts else [{"role": "user", "content": text}]
+            messages = user(*parts, text)
             answer = await ask(messages=messages, ignore_eos=True)
             choice = answer["choices"][0]
             want, shown = expected(directory, reference, text, pictures)
@@ -132,10 +132,7 @@ async def test_chats_over_http_equal_transformers(row: FamilyRow, tmp_path: Path
             await check(TEXTS[0], [picture(1)], [image_part(1)])
         response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
         answers = await asyncio.gather(
-            *(
-                ask(messages=[{"role": "user", "content": text}], response_format=response_format, max_tokens=100)
-                for text in TEXTS
-            )
+            *(ask(messages=user(text), response_format=response_format, max_tokens=100) for text in TEXTS)
         )
         for answer in answers:
             jsonschema.validate(json.loads(answer["choices"][0]["message"]["content"]), SCHEMA)

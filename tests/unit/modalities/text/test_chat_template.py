@@ -77,3 +77,26 @@ def test_literal_text_is_what_the_template_can_write_by_itself() -> None:
     assert "<think>" in template.literal_text
     assert "<tool>" in template.literal_text
     assert "<no>" not in template.literal_text
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_parts"),
+    [
+        ("{{ messages[0].content }}", False),
+        ("{{ messages[0]['content'].strip() }}", False),
+        ("{{ 'user: ' + messages[0].content }}", False),
+        ("{{ messages[0].content | tojson }}", True),
+        ("{{ messages[0].content[0].text }}", True),
+        ("{% for part in messages[0].content %}{{ part.text }}{% endfor %}", True),
+        (
+            "{% if messages[0].content is string %}{{ messages[0].content }}{% else %}"
+            "{% for part in messages[0].content %}{{ part.text }}{% endfor %}{% endif %}",
+            True,
+        ),
+        ("{{ raise_exception('never') }}", True),
+        ("nothing", True),
+    ],
+)
+def test_whether_a_template_takes_parts_is_found_out(source: str, takes_parts: bool) -> None:
+    """A template that shows neither form is left alone."""
+    assert ChatTemplate(source, {}, now=lambda: datetime(2025, 7, 9)).takes_parts is takes_parts
