@@ -1,17 +1,18 @@
 """Builds a tokenizer from tokenizer.model, the file of SentencePiece, for directories without tokenizer.json (Vicuna).
 
 The file is a protocol buffer of a few fields. This module reads them itself, because the package `sentencepiece` is not
-needed otherwise, and transformers' converters refuse to run without it. The tokenizer is the one that transformers
-builds from such a file: the same vocabulary, the merges that follow from it, and byte fallback as the file says.
+needed otherwise, and transformers' converters refuse to run without it. The tokenizer is the one from which the
+tokenizer.json of such a checkpoint is made: the same vocabulary, the merges that follow from the scores, and byte
+fallback as the file says.
 
-Sources: `sentencepiece_model.proto` of SentencePiece, and `SentencePieceExtractor` in
-transformers/convert_slow_tokenizer.py of 5.23. This module knows nothing of the other files of a directory.
+Sources: `sentencepiece_model.proto` of SentencePiece, and `generate_merges` in transformers/convert_slow_tokenizer.py
+of 5.23. This module knows nothing of the other files of a directory.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +76,7 @@ class SentencePieces:
                 f"{BYTE_PAIRS} (BPE)"
             )
         vocabulary = {text: index for index, (text, _, _) in enumerate(self.pieces)}
-        ordinary = [text for text, _, kind in self.pieces if kind not in (CONTROL, USER_DEFINED)]
+        ordinary = [(text, score) for text, score, kind in self.pieces if kind not in (CONTROL, USER_DEFINED)]
         return BPE(
             vocabulary,
             _merges(vocabulary, ordinary),
@@ -91,18 +92,18 @@ def piece_decoder(has_prefix: bool) -> decoders.Decoder:
     return decoders.Sequence([*steps, decoders.Strip(SPACE, 1, 0)] if has_prefix else steps)
 
 
-def _merges(vocabulary: dict[str, int], ordinary: Sequence[str]) -> list[tuple[str, str]]:
-    """Returns the merges that make each ordinary piece out of two pieces, in the order of the pieces' ids.
+def _merges(vocabulary: Mapping[str, int], ordinary: Sequence[tuple[str, float]]) -> list[tuple[str, str]]:
+    """Returns the merges that make each ordinary piece out of two pieces, the best score first.
 
-    SentencePiece joins the two neighbours whose joined piece has the best score, and the ids are in the order of the
-    scores."""
+    SentencePiece joins the two leftmost neighbours whose joined piece has the best score. The ids are not always in
+    this order: in Llama's file, all pieces of blanks have the lowest score. Among equal scores, the longest left part
+    comes first, so that a row of blanks grows from its left end, as with SentencePiece."""
     merges = []
-    for text in ordinary:
+    for text, score in ordinary:
         pairs = [(text[:cut], text[cut:]) for cut in range(1, len(text))]
-        known = [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-        known.sort(key=lambda pair: (len(pair[0]), len(pair[1]), vocabulary[pair[0]], vocabulary[pair[1]]))
-        merges += known
-    return merges
+        merges += [(score, left, right) for left, right in pairs if left in vocabulary and right in vocabulary]
+    merges.sort(key=lambda merge: (-merge[0], -len(merge[1]), -len(merge[2])))
+    return [(left, right) for _, left, right in merges]
 
 
 # ------------------------------------------------------------ the file

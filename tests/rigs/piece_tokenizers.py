@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,17 +175,21 @@ def write_llava(directory: Path, **settings: object) -> Path:
 # ------------------------------------------------------------ the file tokenizer.model
 
 
-def sentencepiece_file(tokenizer: Tokenizer, model_type: int, has_prefix: bool = True) -> bytes:
+def sentencepiece_file(tokenizer: Tokenizer, model_type: int) -> bytes:
     """Returns a tokenizer.model with the tokenizer's vocabulary, as SentencePiece writes it."""
     model = json.loads(tokenizer.to_str())["model"]
     if isinstance(model["vocab"], list):
-        scored = [(text, score) for text, score in model["vocab"]]
-    else:
-        by_id = sorted(model["vocab"].items(), key=lambda item: item[1])
-        scored = [(text, float(-index)) for text, index in by_id]
+        return pieces_file([(text, score) for text, score in model["vocab"]], model_type, bool(model["byte_fallback"]))
+    by_id = sorted(model["vocab"].items(), key=lambda item: item[1])
+    scored = [(text, float(-index)) for text, index in by_id]
+    return pieces_file(scored, model_type, bool(model["byte_fallback"]))
+
+
+def pieces_file(scored: Sequence[tuple[str, float]], model_type: int, has_byte_fallback: bool) -> bytes:
+    """Returns a tokenizer.model with these pieces and their scores."""
     data = b"".join(_message(1, _piece(text, score)) for text, score in scored)
-    trainer = _number(3, model_type) + _number(35, int(bool(model["byte_fallback"]))) + _number(40, 0)
-    rules = _message(1, b"identity") + _number(3, int(has_prefix)) + _number(4, 0)
+    trainer = _number(3, model_type) + _number(35, int(has_byte_fallback)) + _number(40, 0)
+    rules = _message(1, b"identity") + _number(3, 1) + _number(4, 0)
     return data + _message(2, trainer) + _message(3, rules)
 
 

@@ -13,6 +13,7 @@ from piece_tokenizers import (
     byte_level_bpe,
     legacy_bpe,
     metaspace_bpe,
+    pieces_file,
     sentencepiece_file,
     unigram,
     write_llama2,
@@ -202,6 +203,19 @@ def test_a_directory_with_only_a_sentencepiece_file(
         messages = [{"role": "user", "content": text}]
         assert codec.render(messages) == whole.render(messages)
         assert codec.decode(codec.encode(text)) == whole.decode(whole.encode(text)) != "" or not text
+
+
+def test_the_scores_of_a_sentencepiece_file_order_its_merges(tmp_path: Path) -> None:
+    """In Llama's file, the pieces of blanks have low ids and the lowest score, so they are made last."""
+    blanks = [("▁" * count, -1e9) for count in (2, 4, 3, 1)]
+    letters = [(text, -float(rank)) for rank, text in enumerate(["▁s", "ea", "▁sea", "s", "e", "a"], start=1)]
+    directory = write_llama2(tmp_path)
+    (directory / "tokenizer.json").unlink()
+    control = [(text, 0.0) for text in ("<unk>", "<s>", "</s>")]
+    (directory / "tokenizer.model").write_bytes(pieces_file([*control, *blanks, *letters], 2, False))
+    codec = TextCodec.load(directory)
+    for num_blanks, start in enumerate(([], ["▁"], ["▁▁"], ["▁▁▁"], ["▁▁▁▁"], ["▁▁▁▁", "▁"])):
+        assert tokens(codec, codec.encode("▁" + " " * num_blanks + "sea")) == [*start, "▁sea"]
 
 
 def test_a_unigram_sentencepiece_file(tmp_path: Path) -> None:
