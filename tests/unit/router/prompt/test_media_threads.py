@@ -87,7 +87,7 @@ async def test_a_text_that_fits_nowhere_is_refused_before_it_is_tokenised_whole(
         codec = cluster.service._prompt_builder.codec
         seen: list[int] = []
         token_ids = codec._token_ids
-        codec._token_ids = lambda piece: seen.append(len(piece)) or token_ids(piece)
+        codec._token_ids = lambda piece, *terms: seen.append(len(piece)) or token_ids(piece, *terms)
         for num_chars in (1_000, 6_000, 1_000_000):
             with pytest.raises(ContextLengthExceeded, match="100 tokens"):
                 await cluster.service.open(chat([text("x" * num_chars)]))
