@@ -327,6 +327,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
     router_config = RouterConfig(
         model_name=model.name,
         system_fingerprint=system_fingerprint(model),
+        embeddings=config.model.embeddings,
         tool_format=config.model.tool_format,
         reads_reasoning=config.model.reads_reasoning,
         shows_members=config.ray.address is None,

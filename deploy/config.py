@@ -80,6 +80,9 @@ class ModelSection(Section):
     everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = default_of(RouterConfig, "tool_format")
     """Says how the model writes calls of tools; `auto` means as its chat template writes them."""
+    embeddings: Literal["off", "last", "mean"] = default_of(RouterConfig, "embeddings")
+    """Serves embeddings of texts and conversations (`/v1/embeddings`): the last hidden state of the last token
+    (`last`), or the mean over all tokens (`mean`). The model must have been trained for it to be of use."""
     reads_reasoning: bool = default_of(RouterConfig, "reads_reasoning")
     """Says whether answers tell the model's reasoning apart from the text (`reasoning_content`), where its chat
     template has marks for it."""

@@ -38,7 +38,7 @@ from fabric.contracts import (
 from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
-from router.api import ChatRequest, GenerationFields
+from router.api import ChatRequest, CompletionRequest, GenerationFields
 from router.cost_file import CostFile
 from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
@@ -338,7 +338,11 @@ class RouterService:
         request_id, prompt_builder = trace.request_id, self._prompt_builder
         shown = prompt_builder.shown_token_ids(draft)
         choices = [
-            ChoiceOutput(IncrementalDetokenizer(self._codec, shown=shown), prompt.stop_strings, prompt.ending_token_ids)
+            ChoiceOutput(
+                IncrementalDetokenizer(self._codec, isinstance(draft.request, CompletionRequest), shown),
+                prompt.stop_strings,
+                prompt.ending_token_ids,
+            )
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)

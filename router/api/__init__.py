@@ -1,10 +1,10 @@
 """Holds OpenAI's HTTP formats, so that the rest of the router works on values of its own.
 
 Requests: `request_body` parses JSON, `generation_fields` defines what every endpoint that generates takes, and
-`chat_request` (with `chat_message` and `tool_fields`), `completion_request`, `responses_request` and `token_requests`
-define the rest. Answers: `answer_parts` holds what answers consist of, and `chat_response`, `completion_response` and
-`responses_answer` write them and their chunks. Errors: `http_errors` gives each error its status and its envelope, and
-`field_errors` puts what is wrong with a field into words.
+`chat_request` (with `chat_message` and `tool_fields`), `completion_request`, `responses_request`, `embedding_request`
+and `token_requests` define the rest. Answers: `answer_parts` holds what answers consist of, and `chat_response`,
+`completion_response` and `responses_answer` write them and their chunks. Errors: `http_errors` gives each error its
+status and its envelope, and `field_errors` puts what is wrong with a field into words.
 
 `router.prompt` makes prompts from requests, `router.run` collects a `Usage` and log-probabilities, and `router.edge`
 sends what the writers return. `deploy.config_file` uses `describe_flaw` for the keys of a config file. The folder knows
@@ -21,6 +21,7 @@ from router.api.answer_parts import (
     Usage,
     error_event,
     logprobs_object,
+    prompt_logprobs_list,
     usage_sum,
 )
 from router.api.chat_message import PART_TYPE_TO_MODALITY, ChatMessage, MediaPart, Part, TextPart, parts_of
@@ -35,6 +36,13 @@ from router.api.chat_request import (
 from router.api.chat_response import ChoiceText, ChunkWriter, CompletedCall, completion, model_object
 from router.api.completion_request import CompletionRequest, parse_completion
 from router.api.completion_response import CompletionChunkWriter, CompletionText, TextOffset, text_completion
+from router.api.embedding_request import (
+    EmbeddedChat,
+    EmbeddedText,
+    check_dimensions,
+    embeddings_answer,
+    parse_embedding,
+)
 from router.api.field_errors import describe_flaw, shown
 from router.api.generation_fields import GenerationFields, check_generation, check_model, model_not_found
 from router.api.http_errors import envelope, http_error, status_of
@@ -55,6 +63,8 @@ __all__ = [
     "CompletionRequest",
     "CompletionText",
     "Degraded",
+    "EmbeddedChat",
+    "EmbeddedText",
     "Explained",
     "GenerationFields",
     "Head",
@@ -70,12 +80,14 @@ __all__ = [
     "Usage",
     "check_chat",
     "check_context",
+    "check_dimensions",
     "check_generation",
     "check_messages",
     "check_model",
     "chosen_names",
     "completion",
     "describe_flaw",
+    "embeddings_answer",
     "envelope",
     "error_event",
     "http_error",
@@ -85,9 +97,11 @@ __all__ = [
     "parse_chat",
     "parse_completion",
     "parse_detokenize",
+    "parse_embedding",
     "parse_responses",
     "parse_tokenize",
     "parts_of",
+    "prompt_logprobs_list",
     "shown",
     "status_of",
     "text_answer",

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from fabric.contracts import TokenLogprobs, WeftError
+from fabric.contracts import PromptLogprobs, TokenLogprobs, WeftError
 from router.api.http_errors import error_object
 
 DONE = b"data: [DONE]\n\n"
@@ -124,6 +124,27 @@ def logprobs_object(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> dict
         ],
         "refusal": None,
     }
+
+
+def prompt_logprobs_list(scores: PromptLogprobs | None, bytes_of: TokenBytes) -> list[object] | None:
+    """Returns vLLM's `prompt_logprobs`: one entry per token of the prompt, which maps token ids to their scores. The
+    first entry is None, because nothing predicts the first token."""
+    if scores is None:
+        return None
+    entries: list[object] = [None]
+    for token in scores.tokens():
+        ranked = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(token.logprobs.top, 1)]
+        entries.append(
+            {
+                str(token_id): {
+                    "logprob": max(logprob, LEAST),
+                    "rank": rank,
+                    "decoded_token": bytes_of(token_id).decode(errors="replace"),
+                }
+                for token_id, logprob, rank in [*ranked, (token.token_id, token.logprobs.logprob, token.rank)]
+            }
+        )
+    return entries
 
 
 def _token_entry(token_id: int, logprob: float, bytes_of: TokenBytes) -> dict[str, object]:

@@ -151,7 +151,7 @@ def check_messages(chat: ChatRequest, config: RouterConfig) -> None:
 
 def check_context(num_prompt_tokens: int, fields: GenerationFields, max_model_len: int) -> None:
     """Raises ContextLengthExceeded if prompt and answer together do not fit into the context."""
-    if num_prompt_tokens >= max_model_len:
+    if num_prompt_tokens > max_model_len - (fields.token_limit != 0):
         raise ContextLengthExceeded(
             f"this model's context is {max_model_len} tokens, but the prompt has {num_prompt_tokens}, and the answer "
             "needs at least one; shorten the prompt, or send fewer or smaller media",

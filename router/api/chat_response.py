@@ -55,9 +55,10 @@ def completion(
     prompt_token_ids: Sequence[int] | None = None,
     degraded: Degraded = (),
     explained: Explained = None,
+    prompt_logprobs: Sequence[object] | None = None,
 ) -> bytes:
-    """Returns the body of an answer that is not streamed. `prompt_token_ids` and `explained` are given only if the
-    client asked for them."""
+    """Returns the body of an answer that is not streamed. `prompt_token_ids`, `explained` and `prompt_logprobs` are
+    given only if the client asked for them."""
     listed = [
         {
             "index": each.choice,
@@ -69,6 +70,7 @@ def completion(
         for each in choices
     ]
     whole = {"choices": listed, "usage": usage.to_json()} | _ids(prompt_token_ids) | weft_part(degraded, explained)
+    whole |= {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
     return msgspec.json.encode(head.to_json("chat.completion") | whole)
 
 

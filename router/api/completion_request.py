@@ -10,7 +10,7 @@ from typing import Annotated
 
 from pydantic import Field, field_validator
 
-from fabric.contracts import InvalidRequest
+from fabric.contracts import InvalidRequest, PromptOutputs
 from router.api.field_errors import shown
 from router.api.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
 from router.api.request_body import parse_body
@@ -41,23 +41,19 @@ class CompletionRequest(GenerationFields):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, value: object) -> object:
-        """Checks the prompt before the union of its types is tried, whose errors would name every type."""
-        kinds = "a string, a list of strings, a list of token ids, or a list of such lists"
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"`prompt` must be {kinds}, not {shown(value)}")
-        first = value[0]
-        for each in value:
-            if isinstance(each, bool) or not isinstance(each, str | int | list) or type(each) is not type(first):
-                raise ValueError(f"`prompt` must be {kinds}, but it holds {shown(each)}")
-            if isinstance(each, list) and not each:
-                raise ValueError("`prompt` holds an empty list, but each list of token ids needs at least one")
-        return value
+        return check_prompts(value, "prompt")
 
     @property
     def num_top_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_outputs(self) -> PromptOutputs:
+        """Returns what is wanted of the prompt itself: its log-probabilities if it is echoed with them, and if nothing
+        else is generated."""
+        if self.echo and (self.logprobs is not None or self.max_tokens == 0):
+            return PromptOutputs(num_top_logprobs=max(self.logprobs or 0, self.prompt_logprobs or 0))
+        return super().prompt_outputs
 
     def each(self) -> list[CompletionRequest]:
         """Returns one request per prompt, in order."""
@@ -76,6 +72,23 @@ class CompletionRequest(GenerationFields):
         return [] if isinstance(self.prompt, str) else [each for each in self.prompt if isinstance(each, int)]
 
 
+def check_prompts(value: object, name: str) -> object:
+    """Returns the value of a field that holds prompts. It is checked before the union of its types is tried, whose
+    errors would name every type. Raises ValueError."""
+    kinds = "a string, a list of strings, a list of token ids, or a list of such lists"
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"`{name}` must be {kinds}, not {shown(value)}")
+    first = value[0]
+    for each in value:
+        if isinstance(each, bool) or not isinstance(each, str | int | list) or type(each) is not type(first):
+            raise ValueError(f"`{name}` must be {kinds}, but it holds {shown(each)}")
+        if isinstance(each, list) and not each:
+            raise ValueError(f"`{name}` holds an empty list, but each list of token ids needs at least one")
+    return value
+
+
 def parse_completion(body: bytes) -> CompletionRequest:
     """Parses and checks the body of a request. Raises InvalidRequest, whose `param` names the first offending field."""
     request = parse_body(CompletionRequest, body, MAX_TOKEN_VALUES)
@@ -88,4 +101,8 @@ def parse_completion(body: bytes) -> CompletionRequest:
         raise InvalidRequest(message, param="best_of")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("`max_tokens` may be 0 only with `echo`", param="max_tokens")
+    if request.stream and request.echo and request.logprobs is not None:
+        raise InvalidRequest("`echo` with `logprobs` can't be streamed; leave out `stream`", param="stream")
+    if request.max_tokens == 0 and request.num_choices > 1:
+        raise InvalidRequest(f"`n` must be 1 if `max_tokens` is 0, not {request.num_choices}", param="n")
     return request

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from fabric.contracts import PromptLogprobs
 from router.api.answer_parts import LEAST, Explained, Head, ScoredToken, TokenBytes, Usage, sse_event, weft_part
 
 OBJECT = "text_completion"
@@ -63,20 +64,39 @@ class TextOffset:
     def __init__(self, start: int = 0) -> None:
         self.num_chars = start
 
-    def logprobs(self, tokens: Sequence[ScoredToken], bytes_of: TokenBytes, num_top: int) -> dict[str, object]:
-        """Returns the `logprobs` object for the next tokens of a choice."""
+    def prompt_logprobs(
+        self, token_ids: Sequence[int], scores: PromptLogprobs, bytes_of: TokenBytes, num_top: int
+    ) -> dict[str, list[object]]:
+        """Returns the lists of the `logprobs` object for an echoed prompt. Nothing predicts its first token."""
+        first = bytes_of(token_ids[0]).decode(errors="replace")
+        self.num_chars += len(first)
+        scored = [ScoredToken(token.token_id, token.logprobs) for token in scores.tokens()]
+        rest = self.logprobs(scored, bytes_of, num_top)
+        return {
+            "tokens": [first, *rest["tokens"]],
+            "token_logprobs": [None, *rest["token_logprobs"]],
+            "top_logprobs": [None, *rest["top_logprobs"]],
+            "text_offset": [0, *rest["text_offset"]],
+        }
+
+    def logprobs(self, tokens: Sequence[ScoredToken], bytes_of: TokenBytes, num_top: int) -> dict[str, list[object]]:
+        """Returns the lists of the `logprobs` object for the next tokens of a choice, with the `num_top` most probable
+        tokens at each position."""
         names = [bytes_of(token.token_id).decode(errors="replace") for token in tokens]
         offsets: list[int] = []
         for name in names:
             offsets.append(self.num_chars)
             self.num_chars += len(name)
         tops = [
-            {bytes_of(top_id).decode(errors="replace"): max(logprob, LEAST) for top_id, logprob in token.logprobs.top}
+            {
+                bytes_of(top_id).decode(errors="replace"): max(logprob, LEAST)
+                for top_id, logprob in token.logprobs.top[:num_top]
+            }
             for token in tokens
         ]
         return {
-            "tokens": names,
+            "tokens": [*names],
             "token_logprobs": [max(token.logprobs.logprob, LEAST) for token in tokens],
-            "top_logprobs": tops if num_top else None,
-            "text_offset": offsets,
+            "top_logprobs": [*tops],
+            "text_offset": [*offsets],
         }

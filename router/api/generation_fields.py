@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
-from fabric.contracts import InvalidRequest, ModelNotFound
+from fabric.contracts import InvalidRequest, ModelNotFound, PromptOutputs
 from router.api.field_errors import shown
 from router.api.request_body import quoted
 from router.router_config import RouterConfig
@@ -84,6 +84,9 @@ class GenerationFields(BaseModel):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str] | None, FailFast()] = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Asks for the log-probabilities of the prompt's tokens, and of this many most probable ones at each position
+    (vLLM's extension). The prefix cache is then not used."""
     return_token_ids: bool | None = None
     """This is vLLM's extension: it adds `prompt_token_ids` next to the choices, and `token_ids` in each choice (in each
     chunk, when streamed)."""
@@ -112,6 +115,11 @@ class GenerationFields(BaseModel):
         """Returns how many of the most probable tokens are wanted at each position, or None if no log-probabilities
         are."""
         return None
+
+    @property
+    def prompt_outputs(self) -> PromptOutputs:
+        """Returns what is wanted of the prompt itself."""
+        return PromptOutputs(num_top_logprobs=self.prompt_logprobs)
 
     @property
     def has_media(self) -> bool:
@@ -154,6 +162,8 @@ def check_generation(fields: GenerationFields, config: RouterConfig, vocab_size:
         raise InvalidRequest(
             f"`priority` must be at least {config.min_priority}, not {fields.priority}", param="priority"
         )
+    if fields.stream and fields.prompt_logprobs is not None:
+        raise InvalidRequest("`prompt_logprobs` can't be streamed; leave out `stream`", param="prompt_logprobs")
     _check_stops(fields, config, vocab_size)
 
 
@@ -228,7 +238,6 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "use_beam_search": _is(False),
     "bad_words": _is_empty,
     "allowed_token_ids": _is_empty,
-    "prompt_logprobs": _is_empty,
     "echo": _is(False),
     "continue_final_message": _is(False),
     "add_special_tokens": _is(False),

@@ -31,6 +31,7 @@ from router.api import (
     completion,
     error_event,
     logprobs_object,
+    prompt_logprobs_list,
     text_completion,
 )
 from router.prompt import new_call_id
@@ -199,7 +200,13 @@ class ChatAnswer:
             for at, each in enumerate(self._gathered)
         ]
         return completion(
-            self._head, choices, self._reader.usage(), self._prompt_token_ids, self._source.degraded, self._explanation
+            self._head,
+            choices,
+            self._reader.usage(),
+            self._prompt_token_ids,
+            self._source.degraded,
+            self._explanation,
+            prompt_logprobs_list(self._source.prompt_logprobs(0), self._tools.bytes_of),
         )
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
@@ -289,7 +296,7 @@ class CompletionAnswer:
     def whole(self) -> bytes:
         assert self._source.usage is not None
         choices = [
-            CompletionText(at, "".join(pieces), self._reasons[at], self._details(at))
+            CompletionText(at, "".join(pieces), self._reasons[at], self._scores(at) | self._details(at))
             for at, pieces in enumerate(self._texts)
         ]
         return text_completion(self._head, choices, self._source.usage, self._explanation)
@@ -306,9 +313,31 @@ class CompletionAnswer:
         if self._fresh.has_ids and is_first:
             fields["prompt_token_ids"] = self._source.prompt_token_ids(choice)
         if self._fresh.has_logprobs:
-            num_top = self._request.num_top_logprobs or 0
-            fields["logprobs"] = self._offsets[choice].logprobs(scored, self._tools.bytes_of, num_top)
+            lists = self._echoed(choice)
+            fresh = self._offsets[choice].logprobs(scored, self._tools.bytes_of, self._num_top)
+            lists = {name: [*lists.get(name, ()), *values] for name, values in fresh.items()}
+            fields["logprobs"] = lists if self._num_top else lists | {"top_logprobs": None}
         return fields
+
+    def _echoed(self, choice: int) -> dict[str, list[object]]:
+        """Returns the lists of log-probabilities of the echoed prompt; none if it is not echoed."""
+        scores = self._source.prompt_logprobs(choice)
+        if scores is None or not self._request.echo:
+            return {}
+        offset, token_ids = self._offsets[choice], self._source.prompt_token_ids(choice)
+        offset.num_chars = 0
+        return offset.prompt_logprobs(token_ids, scores, self._tools.bytes_of, self._num_top)
+
+    def _scores(self, choice: int) -> dict[str, object]:
+        """Returns the choice's `prompt_logprobs`, if the client asked for them."""
+        if self._request.prompt_logprobs is None:
+            return {}
+        scores = self._source.prompt_logprobs(choice)
+        return {"prompt_logprobs": prompt_logprobs_list(scores, self._tools.bytes_of)}
+
+    @property
+    def _num_top(self) -> int:
+        return self._request.num_top_logprobs or 0
 
     @property
     def _explanation(self) -> dict[str, object] | None:

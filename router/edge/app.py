@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,15 +20,19 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from fabric.contracts import Aborted, InvalidRequest, WeftError, mint_request_id
+from fabric.contracts import Aborted, InvalidRequest, ModelNotFound, WeftError, mint_request_id
 from router.api import (
     Head,
+    Usage,
+    check_dimensions,
     check_model,
+    embeddings_answer,
     envelope,
     http_error,
     model_not_found,
     model_object,
     parse_detokenize,
+    parse_embedding,
     parse_tokenize,
     text_answer,
     tokens_answer,
@@ -55,6 +59,8 @@ from router.service import RouterService
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 """Matches a client's `x-request-id` that may be echoed: it has no spaces and no control characters."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+EMBEDDED_AT_ONCE = 16
+"""A request for many embeddings has this many of them computed at once, so that it leaves places to others."""
 ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -66,6 +72,7 @@ def create_app(service: RouterService) -> FastAPI:
         ("POST", "/v1/chat/completions", edge.chat_completions),
         ("POST", "/v1/completions", edge.completions),
         ("POST", "/v1/responses", edge.responses),
+        ("POST", "/v1/embeddings", edge.embeddings),
         ("POST", "/tokenize", edge.tokenize),
         ("POST", "/detokenize", edge.detokenize),
         ("GET", "/v1/models", edge.models),
@@ -190,6 +197,7 @@ class HttpEdge:
                 service.config.model_name,
                 service.config.system_fingerprint,
             )
+            assert asked.writer is not None
             writer = asked.writer(stream, head, AnswerTools(service.token_bytes, service.decode))
             if asked.is_streamed:
                 await watch.race(stream.started())
@@ -224,6 +232,52 @@ class HttpEdge:
                 stream.close()
             raise
         return JoinedStreams(streams, news)
+
+    # ------------------------------------------------------------ embeddings
+
+    async def embeddings(self, request: Request) -> Response:
+        """Returns the embeddings of texts, token ids, or a conversation with its media."""
+
+        async def answer(opened: Opened) -> Response:
+            watch = ClientWatch(request.receive)
+            try:
+                content = await watch.race(self._embed(opened, client_label(request)))
+                opened.headers["openai-processing-ms"] = opened.elapsed_ms()
+                return Response(content, media_type="application/json", headers=opened.headers)
+            except WeftError as error:
+                return self._refusal(request, error, opened.headers)
+            finally:
+                watch.close()
+                opened.tickets.release()
+
+        return await self._exchange(request, answer)
+
+    async def _embed(self, opened: Opened, label: str | None) -> bytes:
+        """Computes the embeddings of one body, a limited number at once. Raises ModelNotFound if the cluster serves no
+        embeddings, and what a request raises."""
+        service, config = self._service, self._service.config
+        asked = await service.parse(parse_embedding, opened.body)
+        check_model(asked.model, config.model_name)
+        if config.embeddings == "off":
+            message = f"the model `{config.model_name}` serves no embeddings; the operator can set `model.embeddings`"
+            raise ModelNotFound(message, param="model")
+        check_dimensions(asked, service.family.shape.hidden_size)
+        requests = asked.each(config.embeddings)
+        embeddings: list[bytes] = []
+        usages: list[Usage] = []
+        for first in range(0, len(requests), EMBEDDED_AT_ONCE):
+            part = requests[first : first + EMBEDDED_AT_ONCE]
+            tickets = opened.tickets if first == 0 else Tickets(service.admission.admit(opened.tickets.first.tenant))
+            try:
+                stream = await self._open(Asked(part, False), tickets, label)
+                with closing(stream):
+                    async for _ in stream:
+                        pass  # A request that generates nothing has no text; the embedding comes with its end.
+                embeddings += stream.embeddings
+                usages += [stream.usage] if stream.usage is not None else []
+            finally:
+                tickets.release()
+        return embeddings_answer(asked, config.model_name, embeddings, usages)
 
     # ------------------------------------------------------------ tokens
 

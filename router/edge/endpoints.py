@@ -23,7 +23,8 @@ class Asked(NamedTuple):
 
     requests: Sequence[PromptRequest]
     is_streamed: bool
-    writer: WriterOf
+    writer: WriterOf | None = None
+    """Makes the writer of the answer; None for an answer that has no text."""
     place: Callable[[str], str] = str
     """Returns a text with the places of the requests replaced by those in the body."""
 

@@ -279,6 +279,7 @@ class PromptBuilder:
             media=media,
             media_bytes=tuple(planned.data for planned in items),
             sampling=draft.sampling,
+            prompt_outputs=request.prompt_outputs,
             stop=stop_conditions(request, num_tokens, longest, self.codec.eos_token_ids),
             stop_strings=tuple(request.stop or ()),
             num_choices=request.num_choices,
@@ -336,7 +337,12 @@ class PromptBuilder:
                 template_kwargs=self._formats.template_variables(request, draft.answer),
                 most_tokens=longest,
             )
-        return request.token_ids or self.codec.encode(request.text)
+        token_ids = request.token_ids or self.codec.encode_text_prompt(
+            request.text, add_special_tokens=request.add_special_tokens, most_tokens=longest
+        )
+        if not token_ids:
+            raise InvalidRequest("the prompt must have at least one token", param="prompt")
+        return token_ids
 
     def _messages(
         self, chat: ChatRequest, contents: Sequence[str | list[Part]], losses: Losses

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from fabric.contracts import PromptLogprobs
 from router.api import Usage, usage_sum
 from router.prompt import AnswerPlan
 from router.run.request_output import ChoiceOutput, Delta, RequestStream
@@ -46,11 +47,24 @@ class JoinedStreams:
 
     def prompt_token_ids(self, choice: int) -> tuple[int, ...]:
         """Returns the ids of the prompt to which a choice belongs. They are final once the stream is started."""
+        return self._stream_of(choice).prompt_token_ids
+
+    def _stream_of(self, choice: int) -> RequestStream:
         for stream in self._streams:
             if choice < len(stream.choices):
-                return stream.prompt_token_ids
+                return stream
             choice -= len(stream.choices)
         raise IndexError("the answer has no such choice")
+
+    def prompt_logprobs(self, choice: int) -> PromptLogprobs | None:
+        """Returns the log-probabilities of the prompt to which a choice belongs, once the requests have ended; None if
+        they were not asked for."""
+        return self._stream_of(choice).prompt_logprobs
+
+    @property
+    def embeddings(self) -> list[bytes]:
+        """Returns the embedding of each request, once the requests have ended."""
+        return [stream.embedding for stream in self._streams]
 
     async def started(self) -> None:
         """Waits until each request has its first token. Raises the failure of a request that failed before that."""
