@@ -150,6 +150,11 @@ class PromptOutputs(Wire, frozen=True):
     tokens at each position. None means that it wants none."""
 
     @property
+    def is_empty(self) -> bool:
+        """Returns whether the request wants nothing of its prompt."""
+        return not self.pooling and self.num_top_logprobs is None
+
+    @property
     def needs_all_positions(self) -> bool:
         """Returns whether a worker must compute every position of the prompt. Such a request can't use blocks of the
         prefix cache, because these have no hidden states."""

@@ -33,7 +33,6 @@ from fabric.contracts import (
     InvalidRequest,
     MediaItem,
     PlaceholderRange,
-    PromptOutputs,
     ProtocolError,
     SequenceId,
     StopConditions,
@@ -93,8 +92,8 @@ class Sequence:
         self.guide = guide
         if guide is not None:
             guide.advance(emitted)
-        is_read = request.prompt_outputs != PromptOutputs()
-        self.reader = PromptReader(request.prompt_outputs, prompt) if is_read else None
+        wanted = request.prompt_outputs
+        self.reader = None if wanted.is_empty else PromptReader(wanted, prompt)
         """Collects what the request wants of its prompt, until the prompt is computed; None if nothing is left to
         collect."""
         self._positions = positions
@@ -496,7 +495,7 @@ def _check_outputs(request: GenerateRequest) -> None:
         raise InvalidRequest(
             f"prompt_logprobs must be at least 0, not {wanted.num_top_logprobs}", param="prompt_logprobs"
         )
-    least = 0 if wanted != PromptOutputs() else 1
+    least = 1 if wanted.is_empty else 0
     if max_tokens < least:
         raise InvalidRequest(f"max_tokens must be at least {least}, not {max_tokens}", param="max_tokens")
     if wanted.pooling and max_tokens:

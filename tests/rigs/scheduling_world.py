@@ -26,7 +26,6 @@ from fabric.contracts import (
     GenerateRequest,
     ManualClock,
     MemberId,
-    PromptOutputs,
     SequenceId,
     UnitKey,
     UnitReady,
@@ -251,7 +250,7 @@ class World:
             self._check_outputs(outputs)
         for ended in events.finished:
             attempt_id = ended.sequence_id.attempt_id
-            assert attempt_id in self.read or self.requests[attempt_id].prompt_outputs == PromptOutputs()
+            assert attempt_id in self.read or self.requests[attempt_id].prompt_outputs.is_empty
             self.live.remove(ended.sequence_id)
             self._finish(ended.sequence_id, ended.finish_reason, ended.num_tokens)
         assert {one.sequence_id for one in events.tokens if one.finish_reason} == {

@@ -41,6 +41,12 @@ def arrive(of: GenerateRequest, config: WorkerConfig = CONFIG) -> Arrival:
             "max_tokens",
         ),
         (
+            request("a", 5, prompt_outputs=PromptOutputs(is_normalised=False), max_tokens=0),
+            InvalidRequest,
+            "max_tokens must be at least 1, not 0",
+            "max_tokens",
+        ),
+        (
             request("a", 5, prompt_outputs=PromptOutputs("first"), stop=StopConditions(max_tokens=0)),
             InvalidRequest,
             "the pooling must be `last` or `mean`, not 'first'",
