@@ -58,7 +58,7 @@ def allowed(guide: GrammarGuide) -> list[int]:
     return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=20)
 @given(random=st.randoms(use_true_random=False))
 def test_any_tokens_of_the_masks_obey_the_schema(setup: Setup, random: Random) -> None:
     grammar = LLMatcher.grammar_from_json_schema(SCHEMA, defaults={"whitespace_flexible": False})

@@ -89,6 +89,14 @@ def metaspace_bpe(prepend_scheme: str = "first") -> Tokenizer:
     return tokenizer
 
 
+def bpe_with_added_words() -> Tokenizer:
+    """Returns Llama-2's tokenizer with added tokens that are words. As after each added token, a "▁" follows them."""
+    tokenizer = legacy_bpe()
+    words = [AddedToken(text, normalized=False, special=False) for text in ("  ", "s the", "日本", "▁a▁")]
+    tokenizer.add_tokens(words)
+    return tokenizer
+
+
 @functools.cache
 def _trained_pieces() -> tuple[tuple[str, float], ...]:
     """Returns the vocabulary of a trained Unigram tokenizer. Two trainings may order pieces of the same score
@@ -133,6 +141,7 @@ KIND_TO_TOKENIZER = {
     "byte_level": byte_level_bpe,
     "legacy": legacy_bpe,
     "normalized": functools.partial(legacy_bpe, normalized=True),
+    "added": bpe_with_added_words,
     "first": metaspace_bpe,
     "always": functools.partial(metaspace_bpe, "always"),
     "never": functools.partial(metaspace_bpe, "never"),
