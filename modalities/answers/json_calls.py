@@ -6,8 +6,8 @@ are known to belong to a call. An `id` and a `type` are dropped, and any other m
 answer that is JSON of another kind is not held back for long.
 
 If an object breaks before its arguments have begun to flow, nothing of it was emitted, and the caller makes it text. If
-it breaks later, the pieces that were emitted stay, and the text from the character that does not fit on is read as if
-the call had ended: a client sees arguments that are not whole JSON, as it does when a token limit cuts them.
+it breaks later, the pieces that were emitted stay, and what follows them is read as if the call had ended there. If the
+arguments themselves break, a client sees arguments that are not whole JSON, as it does when a token limit cuts them.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class _JsonCall:
             return False
         if not self._is_started:
             self._start("{}")
+        self._source.forget()
         return True
 
     def _read_name(self) -> Reading[bool]:
@@ -119,7 +120,10 @@ class _JsonCall:
             if (yield from self._source.peek()) != "{":
                 return False
             self._start("")
-            return (yield from read_object(self._source, self._sink.arguments))
+            is_whole = yield from read_object(self._source, self._sink.arguments)
+            if is_whole:
+                self._source.keep()
+            return is_whole
         if self._name is None:
             self._arguments = arguments
         else:
@@ -131,7 +135,9 @@ class _JsonCall:
         self._is_started = True
         self._source.forget()
         self._sink.start_call(self._name)
-        self._sink.arguments(arguments)
+        if arguments:
+            self._sink.arguments(arguments)
+            self._source.keep()
 
 
 def _is_unicode(text: str) -> bool:

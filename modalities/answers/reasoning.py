@@ -122,14 +122,17 @@ def _read_reasoning(source: TextSource, sink: PieceSink, reasoning: ReasoningFor
     """Reads up to the answer. Returns what was read of it, which is something only if there is no reasoning."""
     source.keep()
     yield from source.skip_all(WHITESPACE)
-    has_start = yield from source.skip(reasoning.start)
+    marks = (reasoning.start, reasoning.end) if reasoning.begins_inside else (reasoning.start,)
+    mark = yield from source.skip_one_of(marks)
     begun = source.take_kept()
-    if not has_start and not reasoning.begins_inside:
+    if not mark and not reasoning.begins_inside:
         return begun
-    begun = "" if has_start else begun.lstrip("\n")
-    if not begun:
+    if mark != reasoning.start:
+        sink.reasoning(begun.removesuffix(mark).strip("\n") if mark else begun.lstrip("\n"))
+    if mark or not begun.strip("\n"):
         yield from source.skip_all("\n")
-    sink.reasoning(begun)
+    if mark == reasoning.end:
+        return ""
     breaks_or_end = re.compile(f"[\\n{re.escape(reasoning.end[0])}]")
     while (yield from source.more()):
         place = breaks_or_end.search(source.text, source.position)

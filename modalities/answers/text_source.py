@@ -7,7 +7,7 @@ that the formats share. The module knows no marker.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from modalities.answers.json_scanner import WHITESPACE
@@ -76,11 +76,21 @@ class TextSource:
 
     def skip(self, literal: str) -> Reading[bool]:
         """Reads `literal`, or as much of it as is there. Returns whether all of it was."""
-        for char in literal:
-            if (yield from self.peek()) != char:
-                return False
-            self.position += 1
-        return True
+        return bool((yield from self.skip_one_of((literal,))))
+
+    def skip_one_of(self, literals: Sequence[str]) -> Reading[str]:
+        """Reads one of these texts, or as much of one as is there. Returns which one it was, or an empty text. None may
+        be the beginning of another."""
+        num_read = 0
+        while literals:
+            char = yield from self.peek()
+            literals = [literal for literal in literals if literal[num_read] == char]
+            if literals:
+                self.position += 1
+                num_read += 1
+                if num_read == len(literals[0]):
+                    return literals[0]
+        return ""
 
     def skip_all(self, chars: str) -> Reading[None]:
         """Reads all characters up to the first that is not in `chars`."""
