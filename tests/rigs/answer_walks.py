@@ -64,17 +64,20 @@ EMPTY = ToolSpec("stop", "Stops.", {})
 TOOLS = (WEATHER, REFERRED, EMPTY)
 
 
-def walk_codec() -> TextCodec:
+def walk_codec(words: Sequence[str]) -> TextCodec:
     tokenizer = Tokenizer(models.BPE(vocab=dict(LETTER_TO_BYTE), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
-    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in WORDS])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in words])
     return TextCodec(tokenizer, ChatTemplate("", {}, datetime.now), (EOS,))
 
 
-COMPILER = GrammarCompiler(walk_codec(), WIDTH)
-CODEC = walk_codec()
+CODEC = walk_codec(WORDS)
+COMPILER = GrammarCompiler(CODEC, WIDTH)
+COMPILER_OF_BYTES = GrammarCompiler(walk_codec(()), WIDTH)
+"""Follows any text byte by byte. With longer tokens, a guide allows only one way to tokenise text that the grammar
+forces."""
 
 
 def flaw_of(grammar: str) -> str:
@@ -130,7 +133,7 @@ def _tokens(parts: Sequence[str]) -> list[int]:
 def is_allowed(grammar: str, parts: Sequence[str]) -> bool:
     """Says whether the grammar allows the parts, and the end behind them. A part that is a special token's text is this
     token; every other part is bytes."""
-    guide = COMPILER.compile(grammar)
+    guide = COMPILER_OF_BYTES.compile(grammar)
     for token in [*_tokens(parts), EOS]:
         words = np.full(-(-WIDTH // 32), -1, dtype=np.int32)
         if not guide.write_mask(words) or not np.unpackbits(words.view(np.uint8), bitorder="little")[token]:
