@@ -100,4 +100,4 @@ class _Vocabulary:
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Returns the ids of text inside an answer, which has no blank put before it."""
-        return self._codec.encode(text if isinstance(text, str) else text.decode(errors="replace"), is_start=False)
+        return self._codec.encode_output(text if isinstance(text, str) else text.decode(errors="replace"))

@@ -74,6 +74,7 @@ class TextCodec:
         self._chat_prefix = self._added_ids.before if is_beginning_added else ()
         self._template = template
         self._control_tokens = ControlTokens(control_tokens)
+        self._special_tokens = ControlTokens(_control_tokens(tokenizer, ""))
         self.eos_token_ids = tuple(eos_token_ids)
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         """Counts the tokens that have a text; the model's logits may be wider because of padding."""
@@ -144,7 +145,13 @@ class TextCodec:
         `token_id` returns the id of a control token. Without `is_start`, the text goes on in the middle of another one,
         so that a SentencePiece-like tokenizer puts no blank before it. Raises InvalidRequest for text that is not
         Unicode."""
-        return self._encode_untrusted(text, is_start=is_start)
+        return self._encode_guarded(text, self._control_tokens, is_start=is_start)
+
+    def encode_output(self, text: str) -> list[int]:
+        """Returns the token ids with which a model writes this text inside an answer: a mark such as `<tool_call>`,
+        which the chat template writes too, is one token. Characters that spell a special token become ordinary
+        tokens."""
+        return self._encode_guarded(text, self._special_tokens, is_start=False)
 
     def encode_text_prompt(
         self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None, param: str = "prompt"
@@ -156,7 +163,7 @@ class TextCodec:
         not Unicode, and ContextLengthExceeded as `render` does."""
         if most_tokens is not None and len(text) > MAX_CHARS_PER_TOKEN * most_tokens:
             raise _too_long(most_tokens, param)
-        ids = self._encode_untrusted(text, most_tokens=most_tokens, param=param)
+        ids = self._encode_guarded(text, self._control_tokens, most_tokens=most_tokens, param=param)
         return [*self._added_ids.before, *ids, *self._added_ids.after] if add_special_tokens else ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True, *, follows_text: bool = False) -> str:
@@ -205,13 +212,20 @@ class TextCodec:
         """Returns the id of the token with this exact text, or None. The token may be a control token."""
         return self._tokenizer.token_to_id(token)
 
-    def _encode_untrusted(
-        self, text: str, *, most_tokens: int | None = None, param: str = "messages", is_start: bool = True
+    def _encode_guarded(
+        self,
+        text: str,
+        guarded: ControlTokens,
+        *,
+        most_tokens: int | None = None,
+        param: str = "messages",
+        is_start: bool = True,
     ) -> list[int]:
+        """Returns the token ids of a text in which no guarded token becomes itself."""
         pieces = [text]
-        if self._control_tokens.is_contained(text):
+        if guarded.is_contained(text):
             mark = unused_mark([text])
-            pieces = self._control_tokens.pieces(self._control_tokens.marked_inside(text, mark), mark)
+            pieces = guarded.pieces(guarded.marked_inside(text, mark), mark)
         return self._encode_pieces(pieces, most_tokens, param=param, is_start=is_start)
 
     def _encode_pieces(

@@ -12,6 +12,7 @@ from llguidance import LLMatcher
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from llm_workers.sampling import GrammarCompiler
+from llm_workers.scheduling.step_plan import Guide
 from modalities.answers import AnswerParser, AnswerPiece, ToolCallArguments, ToolCallStart, ToolSpec, join_pieces
 from modalities.text import LETTER_TO_BYTE, ChatTemplate, TextCodec
 
@@ -64,13 +65,13 @@ EMPTY = ToolSpec("stop", "Stops.", {})
 TOOLS = (WEATHER, REFERRED, EMPTY)
 
 
-def walk_codec(words: Sequence[str]) -> TextCodec:
+def walk_codec(words: Sequence[str], template: str = "") -> TextCodec:
     tokenizer = Tokenizer(models.BPE(vocab=dict(LETTER_TO_BYTE), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in words])
-    return TextCodec(tokenizer, ChatTemplate("", {}, datetime.now), (EOS,))
+    return TextCodec(tokenizer, ChatTemplate(template, {}, datetime.now), (EOS,))
 
 
 CODEC = walk_codec(WORDS)
@@ -99,9 +100,8 @@ def walk(grammar: str, seed: int, prefix: tuple[str, ...] = (), num_tokens: int 
     data = b""
     forced = _tokens(prefix)
     for num_drawn in range(num_tokens):
-        words = np.full(-(-WIDTH // 32), -1, dtype=np.int32)
-        assert guide.write_mask(words), f"the guide broke after {data!r}"
-        tokens = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist()
+        tokens = tokens_allowed(guide)
+        assert tokens, f"the guide broke after {data!r}"
         if num_drawn < len(forced):
             token = forced[num_drawn]
             assert token in tokens, f"{data!r} can't go on with {_bytes(token)!r}"
@@ -114,6 +114,13 @@ def walk(grammar: str, seed: int, prefix: tuple[str, ...] = (), num_tokens: int 
         data += _bytes(token)
         guide.advance([token])
     return Walk(data.decode(errors="replace"), False)
+
+
+def tokens_allowed(guide: Guide) -> list[int]:
+    """Returns the ids of the tokens that may come next, of which a broken guide has none."""
+    words = np.full(-(-WIDTH // 32), -1, dtype=np.int32)
+    is_whole = guide.write_mask(words)
+    return np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little")).tolist() if is_whole else []
 
 
 def _bytes(token: int) -> bytes:
@@ -135,8 +142,7 @@ def is_allowed(grammar: str, parts: Sequence[str]) -> bool:
     token; every other part is bytes."""
     guide = COMPILER_OF_BYTES.compile(grammar)
     for token in [*_tokens(parts), EOS]:
-        words = np.full(-(-WIDTH // 32), -1, dtype=np.int32)
-        if not guide.write_mask(words) or not np.unpackbits(words.view(np.uint8), bitorder="little")[token]:
+        if token not in tokens_allowed(guide):
             return False
         guide.advance([token])
     return True

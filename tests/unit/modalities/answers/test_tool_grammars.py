@@ -5,10 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from answer_walks import EMPTY, REFERRED, SPECIAL_TOKEN_IDS, TOOLS, WEATHER, flaw_of, is_allowed
+from answer_walks import (
+    EMPTY,
+    REFERRED,
+    SPECIAL_TOKEN_IDS,
+    TOOLS,
+    WEATHER,
+    WIDTH,
+    flaw_of,
+    is_allowed,
+    tokens_allowed,
+    walk_codec,
+)
 from llguidance import LLMatcher
 
 from fabric.contracts import InvalidRequest
+from llm_workers.sampling import GrammarCompiler
 from modalities.answers import ReasoningFormat, ToolChoice, ToolSpec, after_reasoning, find_tool_format
 
 REQUIRED, AUTO = ToolChoice("required"), ToolChoice("auto")
@@ -56,6 +68,16 @@ def test_several_calls_only_where_they_are_parallel(name: str, choice: ToolChoic
     twice = [GOOD[name] + BETWEEN[name] + GOOD[name]]
     assert is_allowed(grammar(name, choice, True), twice)
     assert not is_allowed(grammar(name, choice, False), twice)
+
+
+def test_a_mark_that_the_template_writes_is_one_token() -> None:
+    """A client's text never becomes such a token, but a model writes it so, also where a grammar forces it."""
+    codec = walk_codec(["<tool_call>", "</tool_call>"], "<tool_call>")
+    mark = codec.token_id("<tool_call>")
+    assert codec.encode("<tool_call>a") == list(b"<tool_call>a")
+    assert codec.encode_output("<tool_call>[ARGS]") == [mark, *b"[ARGS]"]
+    guide = GrammarCompiler(codec, WIDTH).compile(grammar("hermes", REQUIRED))
+    assert tokens_allowed(guide) == [mark]
 
 
 def test_special_tokens_are_tokens_and_not_their_text() -> None:
