@@ -10,8 +10,9 @@ from collections.abc import Mapping
 
 VALUE_END = "</parameter>"
 ANY_TYPE = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
-MAX_REFERENCES = 16
-"""Limits references to references, and unions within unions; a deeper schema may have any type."""
+MAX_SCHEMAS = 64
+"""Limits the references and unions of one parameter that are followed; beyond it, the parameter may have any type. A
+few references to each other can stand for millions of alternatives."""
 
 
 class ParameterTypes:
@@ -21,7 +22,7 @@ class ParameterTypes:
         self._root = root
         properties = root.get("properties")
         self.properties: Mapping[str, object] = properties if isinstance(properties, Mapping) else {}
-        self._key_to_types = {key: self._types(schema, 0) for key, schema in self.properties.items()}
+        self._key_to_types = {key: self._types(schema) for key, schema in self.properties.items()}
 
     def is_text(self, key: str) -> bool:
         """Says whether the parameter is a string, or a string or null."""
@@ -36,23 +37,27 @@ class ParameterTypes:
         types = self._key_to_types.get(key, ANY_TYPE)
         return "boolean" in types and "string" not in types
 
-    def alternatives(self, schema: object, depth: int = 0) -> list[Mapping[str, object]]:
+    def alternatives(self, schema: object) -> list[Mapping[str, object]]:
         """Returns the schemas, without references and unions, of which a value fits one. An empty one stands for what
         can't be resolved."""
-        if not isinstance(schema, Mapping) or depth > MAX_REFERENCES:
-            return [{}]
-        if "$ref" in schema:
-            return self.alternatives(self._referred(schema["$ref"]), depth + 1)
-        for union in ("anyOf", "oneOf"):
-            members = schema.get(union)
-            if isinstance(members, list) and len(members) <= MAX_REFERENCES:
-                return [one for member in members for one in self.alternatives(member, depth + 1)]
-            if union in schema:
-                return [{}]
-        return [{}] if "allOf" in schema else [schema]
+        found: list[Mapping[str, object]] = []
+        pending = [schema]
+        for _ in range(MAX_SCHEMAS):
+            if not pending:
+                return found
+            one = pending.pop()
+            if not isinstance(one, Mapping):
+                found.append({})
+            elif "$ref" in one:
+                pending.append(self._referred(one["$ref"]))
+            elif union := one.get("anyOf", one.get("oneOf")):
+                pending += union if isinstance(union, list) else [None]
+            else:
+                found.append({} if "allOf" in one else one)
+        return [{}]
 
-    def _types(self, schema: object, depth: int) -> frozenset[str]:
-        return frozenset().union(*(_types_of_one(one) for one in self.alternatives(schema, depth)))
+    def _types(self, schema: object) -> frozenset[str]:
+        return frozenset().union(*(_types_of_one(one) for one in self.alternatives(schema)))
 
     def _referred(self, reference: object) -> object:
         """Returns what a local reference such as `#/$defs/Colour` names, or None."""

@@ -8,6 +8,7 @@ come in the order of the schema. The module knows nothing of parsing.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from fabric.contracts import InvalidRequest
@@ -79,11 +80,15 @@ def _text(schema: Mapping[str, object], tool_name: str) -> str:
         return " | ".join(literal("null" if value is None else str(value)) for value in values)
     if types == "null":
         return literal("null")
-    low, high = schema.get("minLength", 0), schema.get("maxLength", "")
-    terminal = "/(?s:.*)/" if not low and high == "" else f"/(?s:.{{{low},{high}}})/"
+    low, high = (_length(schema.get(name)) for name in ("minLength", "maxLength"))
+    terminal = "/(?s:.*)/" if low is None and high is None else f"/(?s:.{{{low or 0},{'' if high is None else high}}})/"
     if "pattern" in schema:
         terminal += f" & /{_searched(str(schema['pattern']), tool_name)}/"
     return f'({terminal}) | "null"' if isinstance(types, list) and "null" in types else terminal
+
+
+def _length(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _searched(pattern: str, tool_name: str) -> str:
@@ -92,5 +97,6 @@ def _searched(pattern: str, tool_name: str) -> str:
     if "|" in pattern and (is_left or is_right):
         message = f"a pattern of the tool `{tool_name}` has both `|` and an anchor, which this model's form of calls "
         raise InvalidRequest(message + "can't ensure", param="tools")
-    inner = pattern[is_left : len(pattern) - is_right].replace("\\/", "/").replace("/", "\\/")
+    inner = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
+    inner = inner[is_left : len(inner) - is_right]
     return f"{'' if is_left else '(?s:.*)'}({inner}){'' if is_right else '(?s:.*)'}"

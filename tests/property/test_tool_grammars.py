@@ -126,6 +126,10 @@ def test_references_and_constraints_of_strings_hold_in_tags() -> None:
         ({"s": {"type": ["string", "integer"]}}, '"a"', True),
         ({"s": {"type": ["string", "integer"]}}, "a", False),
         ({"s": True}, "[null]", True),
+        ({"s": {"type": "string", "pattern": "a\\\\/b$"}}, "xa\\/b", True),
+        ({"s": {"type": "string", "pattern": "a\\\\/b$"}}, "xa/b", False),
+        ({"s": {"type": "string", "minLength": "0}/ | /.{0"}}, "a", True),
+        ({"s": {"type": "string", "pattern": "a\\/b"}}, "a/b", True),
     ],
 )
 def test_a_value_in_tags_fits_its_schema(parameters: dict[str, Any], text: str, is_good: bool) -> None:
