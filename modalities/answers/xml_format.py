@@ -20,6 +20,7 @@ from modalities.answers.pieces import AnswerParser, PieceSink, ToolChoice, ToolS
 from modalities.answers.text_source import Reading, StreamedParser, TextSource, read_calls_in_text
 from modalities.answers.xml_grammar import call_body_rules
 
+FUNCTION_START = "<function="
 _MAYBE_END = re.compile(r"[\n<]")
 
 
@@ -28,7 +29,8 @@ class Qwen3CoderFormat:
     """Writes `<tool_call>`, `<function=NAME>`, for each argument `<parameter=KEY>`, its value and `</parameter>`, then
     `</function>` and `</tool_call>`, each on its own line.
 
-    Qwen3-Coder and Qwen3.5 write calls in this way (the chat templates of these models)."""
+    Qwen3-Coder and Qwen3.5 write calls in this way (the chat templates of these models). As these models sometimes
+    leave out `<tool_call>`, a call at the beginning of the answer or behind another call needs none."""
 
     name: str = "qwen3_coder"
     special_tokens: tuple[str, ...] = ("<tool_call>", "</tool_call>")
@@ -48,13 +50,25 @@ class Qwen3CoderFormat:
         opening, closing = self.special_tokens
 
         def read(source: TextSource, sink: PieceSink) -> Reading[None]:
+            mark = opening
+
+            def read_opening() -> Reading[bool]:
+                nonlocal mark
+                mark = yield from source.skip_one_of((opening, FUNCTION_START))
+                return bool(mark)
+
             def read_call() -> Reading[bool]:
-                yield from source.skip_all(WHITESPACE)
+                nonlocal mark
+                if mark != FUNCTION_START:
+                    yield from source.skip_all(WHITESPACE)
+                    if not (yield from source.skip(FUNCTION_START)):
+                        return False
+                mark = opening
                 if not (yield from _read_function(source, sink, name_to_types)):
                     return False
                 return (yield from read_closing(source, closing))
 
-            return read_calls_in_text(source, sink, opening, lambda: source.skip(opening), read_call)
+            return read_calls_in_text(source, sink, opening, read_opening, read_call)
 
         return StreamedParser(read)
 
@@ -70,10 +84,8 @@ class Qwen3CoderFormat:
 
 
 def _read_function(source: TextSource, sink: PieceSink, name_to_types: Mapping[str, ParameterTypes]) -> Reading[bool]:
-    """Reads from `<function=` to `</function>`; returns whether all of it is there. If something else stands behind a
-    parameter, the object of the arguments ends there; if the answer ends there, the object stays open."""
-    if not (yield from source.skip("<function=")):
-        return False
+    """Reads from behind `<function=` to `</function>`; returns whether all of it is there. If something else stands
+    behind a parameter, the object of the arguments ends there; if the answer ends there, the object stays open."""
     name = yield from _read_tag_end(source)
     if name not in name_to_types:
         return False

@@ -118,6 +118,12 @@ ROME = '{"city": "Rome"}'
         ),
         (
             "qwen3_coder",
+            "<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n</tool_call>\n"
+            "<function=get_weather></function></tool_call> <function=get_news>",
+            [*call(0, "get_weather", PARIS), *call(1, "get_weather", "{}"), TextPiece(" <function=get_news>")],
+        ),
+        (
+            "qwen3_coder",
             '<tool_call><function=edit><parameter=any>["</parameter>", 1]</parameter></function></tool_call>',
             call(0, "edit", '{"any": ["</parameter>", 1]}'),
         ),
