@@ -4,6 +4,8 @@
     ├── RequestRefused            the request can't be served as it is; Weft never retries it
     │   ├── InvalidRequest            it is malformed, or has an unknown part or an out-of-range parameter
     │   ├── InvalidMedia              a media item is broken, too large or not what it claims to be
+    │   ├── UrlRefused                the URL of a medium may not be asked
+    │   ├── MediaUnreachable          the medium behind a URL could not be fetched
     │   ├── UnsupportedModality       the model can't take this modality
     │   ├── ContextLengthExceeded     the prompt (+ output) is longer than the context
     │   ├── BodyTooLarge
@@ -87,6 +89,25 @@ class InvalidMedia(RequestRefused):
     """
 
     code = "invalid_media"
+
+
+class UrlRefused(RequestRefused):
+    """The URL of a medium is malformed, or this server may not fetch from it: its scheme, host, port or address is not
+    allowed, or its host has no address.
+
+    Send the content of the medium as a `data:` URL. The operator sets under `media.fetch` what may be fetched.
+    """
+
+    code = "url_refused"
+
+
+class MediaUnreachable(RequestRefused):
+    """The medium behind a URL could not be fetched: its server was not reached, was too slow, or answered with an error.
+
+    Check that the URL works from where the cluster runs, or send the content of the medium as a `data:` URL.
+    """
+
+    code = "media_unreachable"
 
 
 class UnsupportedModality(RequestRefused):

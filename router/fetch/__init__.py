@@ -1,0 +1,29 @@
+"""Fetches the media that a request names by URL, without letting a client reach what only this machine can reach.
+
+`url_policy` parses URLs and says which may be asked, `address_rules` says which addresses may be connected to, and
+`pinned_network` connects to addresses that were validated and to no others. `fetching` asks one URL with these,
+`fetch_cache` keeps what may be used again, and `file_root` opens files under an allowed folder. `url_fetcher` runs many
+fetches within budgets (`fetch_budget`), each file in sealed memory (`stored_file`). `fetch_process` runs all of this in
+a process beside the router, with which it talks over a `packet_channel`; `loop_fetcher` does without the process. The
+folder knows nothing of requests' formats and of what a medium is: a plugin finds out when it reads the header.
+"""
+
+from router.fetch.address_rules import AddressRules
+from router.fetch.fetch_process import FetchedFile, FetchProcess, MediaFetcher
+from router.fetch.fetch_settings import FetchSettings
+from router.fetch.loop_fetcher import LoopFetcher
+from router.fetch.pinned_network import NameResolver, SystemResolver
+from router.fetch.url_policy import UrlPolicy, parse_url
+
+__all__ = [
+    "AddressRules",
+    "FetchProcess",
+    "FetchSettings",
+    "FetchedFile",
+    "LoopFetcher",
+    "MediaFetcher",
+    "NameResolver",
+    "SystemResolver",
+    "UrlPolicy",
+    "parse_url",
+]

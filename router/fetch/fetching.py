@@ -1,0 +1,222 @@
+"""Fetches one URL: walks its redirects, asks with the validators of what the cache has, and receives the file within
+its limits.
+
+Every URL on the way is parsed and checked alike, and each connection is made by `PinnedNetwork`. The client is httpcore
+alone, which takes a URL in parts and knows neither proxies, nor cookies, nor passwords of the environment; it follows
+no redirects and decodes no content. What a server sends is never part of a message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import ssl
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import httpcore
+
+from fabric.contracts import InvalidMedia, MediaUnreachable, Overloaded, UrlRefused
+from router.fetch.address_rules import AddressRules
+from router.fetch.fetch_cache import FetchCache, UrlKey, cache_terms
+from router.fetch.fetch_settings import FetchSettings
+from router.fetch.file_root import open_under
+from router.fetch.pinned_network import NameResolver, PinnedNetwork
+from router.fetch.stored_file import READ_BYTES, FileWriter, StoredFile
+from router.fetch.url_policy import FILE, FetchUrl, UrlPolicy, parse_url, redirected
+
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+OK, NOT_MODIFIED = 200, 304
+NUM_KEPT_CONNECTIONS = 16
+KEPT_CONNECTION_S = 15.0
+"""An idle connection is kept for this long, for the next medium of the same host."""
+_HEADERS = (("accept", "*/*"), ("accept-encoding", "identity"), ("user-agent", "weft"))
+
+
+class GrowingFile(Protocol):
+    """A `GrowingFile` is told what a file takes before its bytes are received."""
+
+    async def announce(self, num_bytes: int | None) -> None:
+        """Takes the size of the file, or None if the server does not say it. Waits for room. Raises InvalidMedia if the
+        file is too large, and Overloaded if there is no room."""
+        ...
+
+    def grow(self, num_bytes: int) -> None:
+        """Takes the bytes that the file has now. Raises as `announce` does."""
+        ...
+
+
+class FetchedMedium(NamedTuple):
+    file: StoredFile
+    """The receiver closes the file."""
+    is_cached: bool
+    """Tells whether the bytes were there before; a server may still have been asked whether they are current."""
+
+
+class MediumClient:
+    """A `MediumClient` fetches URLs for all requests of a router. It belongs to one event loop."""
+
+    def __init__(
+        self,
+        settings: FetchSettings,
+        resolver: NameResolver,
+        cache: FetchCache[StoredFile],
+        now: Callable[[], float],
+    ) -> None:
+        """Raises OSError or ssl.SSLError if the file of certificates can't be read."""
+        self._settings = settings
+        self._policy = UrlPolicy(settings)
+        self._cache = cache
+        self._now = now
+        trusted = ssl.create_default_context()
+        if settings.ca_file is not None:
+            trusted.load_verify_locations(settings.ca_file)
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=trusted,
+            max_connections=settings.max_concurrent,
+            max_keepalive_connections=min(NUM_KEPT_CONNECTIONS, settings.max_concurrent),
+            keepalive_expiry=KEPT_CONNECTION_S,
+            network_backend=PinnedNetwork(AddressRules(settings.allowed_networks), resolver),
+        )
+
+    async def close(self) -> None:
+        await self._pool.aclose()
+
+    def parse(self, text: str) -> FetchUrl:
+        """Returns a client's URL in parts. Raises UrlRefused if it may not be asked."""
+        url = parse_url(text)
+        self._policy.check(url)
+        return url
+
+    async def fetch(self, url: FetchUrl, salt: str, growing: GrowingFile) -> FetchedMedium:
+        """Returns the medium of a URL from `parse`. Raises UrlRefused if it leads to one that may not be asked,
+        MediaUnreachable if it can't be fetched, InvalidMedia if it is too large, and Overloaded if there is no room."""
+        if url.scheme == FILE:
+            return FetchedMedium(await self._read(url, growing), False)
+        try:
+            for _ in range(self._settings.max_redirects + 1):
+                found = await self._ask(url, salt, growing)
+                if isinstance(found, FetchedMedium):
+                    return found
+                url = found
+        except httpcore.TimeoutException as error:
+            raise MediaUnreachable("the server of the URL did not answer in time") from error
+        except (httpcore.ConnectError, ssl.SSLError) as error:
+            message = "no connection to the server of the URL could be made, or its certificate is not trusted"
+            raise MediaUnreachable(message) from error
+        except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
+            raise MediaUnreachable("the answer of the URL's server is malformed or was cut off") from error
+        raise MediaUnreachable(f"the URL redirects more than {self._settings.max_redirects} times")
+
+    # ------------------------------------------------------------ HTTP
+
+    async def _ask(self, url: FetchUrl, salt: str, growing: GrowingFile) -> FetchedMedium | FetchUrl:
+        """Asks one URL. Returns the medium, or where the URL redirects to."""
+        key = UrlKey(salt, url.text)
+        known = self._cache.find(key)
+        if known is None:
+            return await self._exchange(url, key, None, {}, growing)
+        held = known.file.share()  # The cache may give its own up while the server is asked.
+        try:
+            if self._now() < known.fresh_until_s:
+                growing.grow(held.num_bytes)
+                return FetchedMedium(held.share(), True)
+            return await self._exchange(url, key, held, known.validators(), growing)
+        finally:
+            held.close()
+
+    async def _exchange(
+        self, url: FetchUrl, key: UrlKey, held: StoredFile | None, validators: Mapping[str, str], growing: GrowingFile
+    ) -> FetchedMedium | FetchUrl:
+        settings = self._settings
+        timeouts = {"connect": settings.connect_timeout_s, "read": settings.read_timeout_s}
+        async with self._pool.stream(
+            "GET",
+            httpcore.URL(scheme=url.scheme.encode(), host=url.host.encode(), port=url.port, target=url.target.encode()),
+            headers=[("host", url.host_header), *_HEADERS, *validators.items()],
+            extensions={"timeout": timeouts | {"write": settings.read_timeout_s, "pool": settings.wait_s}},
+        ) as response:
+            headers = _joined(response.headers)
+            if response.status in REDIRECTS:
+                return self._redirected(url, headers.get("location", ""))
+            terms = cache_terms(headers)
+            if response.status == NOT_MODIFIED and held is not None:
+                self._cache.revalidated(key, terms, self._now())
+                growing.grow(held.num_bytes)
+                return FetchedMedium(held.share(), True)
+            if response.status != OK:
+                raise MediaUnreachable(f"the server of the URL answered with the status {response.status}")
+            if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+                raise MediaUnreachable("the server of the URL compressed its answer, which was not asked for")
+            await growing.announce(_length(headers))
+            file = await _received(response.aiter_stream(), growing)
+        for dropped in self._cache.put(key, file.digest, file.share(), file.num_bytes, terms, self._now()):
+            dropped.close()
+        return FetchedMedium(file, False)
+
+    def _redirected(self, url: FetchUrl, location: str) -> FetchUrl:
+        """Returns where a redirect leads. Raises UrlRefused if that may not be asked."""
+        if not location:
+            raise MediaUnreachable("the server of the URL redirects to nowhere")
+        target = redirected(url, location)
+        if target.scheme == FILE:
+            raise UrlRefused("the URL redirects to a file of this machine")
+        self._policy.check(target)
+        return target
+
+    # ------------------------------------------------------------ files
+
+    async def _read(self, url: FetchUrl, growing: GrowingFile) -> StoredFile:
+        """Returns a copy of a file of this machine. Raises UrlRefused."""
+        loop = asyncio.get_running_loop()
+        file = await loop.run_in_executor(None, open_under, self._settings.file_root, url)
+        try:
+            await growing.announce(os.fstat(file).st_size)
+            return await _received(_pieces(file), growing)
+        except OSError as error:
+            raise MediaUnreachable("the file of the URL could not be read") from error
+        finally:
+            os.close(file)
+
+
+async def _received(pieces: AsyncIterator[bytes], growing: GrowingFile) -> StoredFile:
+    """Receives a file. Raises InvalidMedia if it is empty, and what `growing` raises."""
+    writer = FileWriter()
+    try:
+        async for piece in pieces:
+            growing.grow(writer.num_bytes + len(piece))
+            try:
+                writer.append(piece)
+            except OSError as error:
+                raise Overloaded("this server has no memory left for the file behind the URL") from error
+        if not writer.num_bytes:
+            raise InvalidMedia("the file behind the URL is empty")
+        return writer.finish()
+    finally:
+        writer.close()
+
+
+async def _pieces(file: int) -> AsyncIterator[bytes]:
+    loop = asyncio.get_running_loop()
+    while piece := await loop.run_in_executor(None, os.read, file, READ_BYTES):
+        yield piece
+
+
+def _joined(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Returns headers by their names in lower case; the values of a repeated one are joined by commas. A value that is
+    not UTF-8 is read as Latin-1, which HTTP once prescribed."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        try:
+            text = value.decode()
+        except UnicodeDecodeError:
+            text = value.decode("latin-1")
+        key = name.decode("latin-1").lower()
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
+    return headers
+
+
+def _length(headers: Mapping[str, str]) -> int | None:
+    """Returns the size of a body that its server announces, or None."""
+    text = headers.get("content-length", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= 18 else None
