@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,6 +31,7 @@ from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
+from router.fetch import FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
 from router.planning import LinkOverride, MemberSelector, PlannerSettings
 from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig, Tenant
 from router.run import Pools
@@ -267,6 +269,29 @@ def media_limits(config: ClusterConfig) -> MediaLimits:
     )
 
 
+def fetch_settings(config: ClusterConfig) -> FetchSettings | None:
+    """Returns what the routers may fetch, or None if they fetch nothing. Raises ConfigError if a file or folder that
+    the section names is not there."""
+    section = config.media.fetch
+    if not section.enabled:
+        return None
+    if section.file_root is not None and not section.file_root.is_dir():
+        raise ConfigError(f"media.fetch.file_root is {section.file_root}, which is not a folder")
+    if section.ca_file is not None and not section.ca_file.is_file():
+        raise ConfigError(f"media.fetch.ca_file is {section.ca_file}, which is not a file")
+    fields = section.model_dump(exclude={"enabled"})
+    return FetchSettings(**fields, max_item_bytes=config.media.max_bytes_per_item)
+
+
+def build_fetcher(config: ClusterConfig) -> MediaFetcher | None:
+    """Returns what fetches the media of a router, or None. It runs in a process of its own where the system has the
+    sockets for that. Raises ConfigError as `fetch_settings` does."""
+    settings = fetch_settings(config)
+    if settings is None:
+        return None
+    return FetchProcess(settings) if sys.platform == "linux" else LoopFetcher(settings)
+
+
 def video_options(config: ClusterConfig) -> MediaOptions:
     """Returns how videos are sampled where a request does not say."""
     media = config.media
@@ -364,5 +389,6 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         timeout_s=media.probe_timeout_s,
     )
     prober = probing.ProbePool(media.probe_processes, limits)
-    prompt_builder = PromptBuilder(router_config, model.family, TextCodec.load(model.directory), REGISTRY, prober)
+    codec, fetcher = TextCodec.load(model.directory), build_fetcher(config)
+    prompt_builder = PromptBuilder(router_config, model.family, codec, REGISTRY, prober, fetcher)
     return RouterService(member_id, router_config, prompt_builder, plane, pools, SystemClock())

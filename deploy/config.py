@@ -10,6 +10,7 @@ or of how a cluster is built: `compose.py` hands each part what it needs as a sm
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,6 +23,7 @@ from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
+from router.fetch import FetchSettings
 from router.planning import LinkClass, PlannerSettings
 from router.router_config import ANONYMOUS, RouterConfig, Tenant
 
@@ -211,6 +213,67 @@ def _check_modality(name: str) -> str:
 Modality = Annotated[str, AfterValidator(_check_modality)]
 
 
+def _check_network(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a network in CIDR notation, such as 10.1.0.0/16: {error}") from error
+
+
+HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_.:-]+)$", max_length=255)]
+
+
+class FetchSection(Section):
+    """Says which media the routers fetch that requests name by URL, and how much time and memory that may take. The
+    defaults fetch from public addresses, by https alone."""
+
+    enabled: bool = True
+    """Says whether media are fetched. If not, a URL other than a `data:` URL is answered 400."""
+    schemes: tuple[Literal["https", "http", "file"], ...] = default_of(FetchSettings, "schemes")
+    """Lists the schemes that URLs may have; `file` needs a `file_root`."""
+    allowed_hosts: tuple[HostPattern, ...] = default_of(FetchSettings, "allowed_hosts")
+    """Lists the hosts that may be asked: a name, `*.example.com` for every name below it, or `*` for all."""
+    denied_hosts: tuple[HostPattern, ...] = default_of(FetchSettings, "denied_hosts")
+    """Lists hosts, in the same form, that may not be asked even if `allowed_hosts` names them."""
+    allowed_networks: tuple[Annotated[str, AfterValidator(_check_network)], ...] = default_of(
+        FetchSettings, "allowed_networks"
+    )
+    """Lists networks, such as `10.1.0.0/16`, from which media may be fetched although their addresses are private.
+    Every client may then ask every host in them, on the allowed ports."""
+    allowed_ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = default_of(FetchSettings, "allowed_ports")
+    """Lists the ports that may be asked."""
+    max_redirects: int = Field(default_of(FetchSettings, "max_redirects"), ge=0, le=20)
+    """Limits the redirects of a URL; each is checked like the URL itself."""
+    max_request_bytes: Bytes = default_of(FetchSettings, "max_request_bytes")
+    """Limits what is fetched for one request; `media.max_bytes_per_item` limits each file."""
+    connect_timeout_s: float = Field(default_of(FetchSettings, "connect_timeout_s"), gt=0)
+    """Limits the time to find the address of a host, and to connect to it."""
+    read_timeout_s: float = Field(default_of(FetchSettings, "read_timeout_s"), gt=0)
+    """Limits the time in which a server sends nothing."""
+    total_timeout_s: float = Field(default_of(FetchSettings, "total_timeout_s"), gt=0)
+    """Limits the time of one fetch, redirects included."""
+    wait_s: float = Field(default_of(FetchSettings, "wait_s"), gt=0)
+    """Limits the wait for a place among the fetches, and for memory; after that the request is answered 429."""
+    max_concurrent: int = Field(default_of(FetchSettings, "max_concurrent"), ge=1, le=1024)
+    """Limits the fetches in progress of each router."""
+    in_flight_bytes: Bytes = default_of(FetchSettings, "in_flight_bytes")
+    """Limits the bytes that are being fetched for all requests of a router together."""
+    cache_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)] = default_of(FetchSettings, "cache_bytes")
+    """Limits the fetched files that each router keeps for later requests, as their servers allow; 0 keeps none."""
+    memory_bytes: Bytes = default_of(FetchSettings, "memory_bytes")
+    """Limits the memory of the process that fetches, beside that of the files themselves."""
+    file_root: Path | None = default_of(FetchSettings, "file_root")
+    """Names the folder, on the machines of the routers, in which `file:` URLs must lie."""
+    ca_file: Path | None = default_of(FetchSettings, "ca_file")
+    """Names a file of certificates (PEM) that are trusted in addition to those of the system."""
+
+    @model_validator(mode="after")
+    def _check_root(self) -> FetchSection:
+        if ("file" in self.schemes) != (self.file_root is not None):
+            raise ValueError("file: URLs need both `file` in schemes and a file_root; set both, or neither")
+        return self
+
+
 class MediaSection(Section):
     """Says which media clients may send, how media are sampled where a request does not say, and what happens when
     encoding fails."""
@@ -254,6 +317,8 @@ class MediaSection(Section):
     machine is too busy (503)."""
     probe_memory_bytes: Bytes = PROBE_LIMITS.memory_bytes
     """Limits the memory of each of these helper processes."""
+    fetch: FetchSection = FetchSection()
+    """Says what is fetched of the media that requests name by URL."""
     on_encode_failure: Literal["error", "reduce", "text_only"] = default_of(RouterConfig, "on_encode_failure")
     """`error` fails the request. `reduce` encodes the medium once more with every other frame, or with half the sides,
     and fails the request if that fails too. `text_only` does the same, but then answers without the medium."""

@@ -40,6 +40,7 @@ from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest, CompletionRequest, GenerationFields
 from router.cost_file import CostFile
+from router.fetch import FetchedFile
 from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.peer_feed import PeerFeed
@@ -309,7 +310,8 @@ class RouterService:
         try:
             if request.has_media:
                 ticket.enter_media()
-            draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt))
+            account = FetchLog(ticket, trace, self._context.clock, self._context.metrics)
+            draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt), account)
             read_at_s = self._context.clock.now()
             trace.add("read", from_s=admitted_at_s)
             prompt = await self._prompt_builder.plan(draft)
@@ -442,6 +444,23 @@ class RouterService:
 def wanted_policy(request: PromptRequest) -> Policy | None:
     """Returns what a request wants to happen if a medium can't be encoded, or None if it does not say."""
     return request.on_encode_failure if isinstance(request, ChatRequest) else None
+
+
+class FetchLog:
+    """A `FetchLog` counts what is fetched for a request in the budget for bodies, and records the fetches in its
+    trace and in the metrics (a `FetchAccount`). No URL is recorded, because it may contain a secret."""
+
+    def __init__(self, ticket: Ticket, trace: RequestTrace, clock: Clock, metrics: RouterMetrics) -> None:
+        self.take = ticket.grow
+        self._trace = trace
+        self._clock = clock
+        self._metrics = metrics
+
+    def ended(self, part: str, seconds: float, file: FetchedFile | None, code: str) -> None:
+        num_bytes, is_cached = (0, False) if file is None else (len(file.data), file.is_cached)
+        from_s = self._clock.now() - seconds
+        self._trace.add("fetched", from_s=from_s, part=part, num_bytes=num_bytes, is_cached=is_cached, code=code)
+        self._metrics.observe_fetch("cached" if is_cached else code, seconds, num_bytes)
 
 
 def salted(request: R, salt: str) -> R:

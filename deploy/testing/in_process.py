@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "workers": {"replicas": 1, "num_blocks": 256},
     "encoders": {"replicas": 1, "decode_processes": 0},
-    "media": {"probe_processes": 0},
+    "media": {"probe_processes": 0, "fetch": {"enabled": False}},
 }
 _PICTURES = "('image', 'image_url')"
 

@@ -102,7 +102,7 @@ class UrlRefused(RequestRefused):
 
 
 class MediaUnreachable(RequestRefused):
-    """The medium behind a URL could not be fetched: its server was not reached, was too slow, or answered with an error.
+    """The medium behind a URL could not be fetched: its server was not reached, was too slow, or did not send it.
 
     Check that the URL works from where the cluster runs, or send the content of the medium as a `data:` URL.
     """

@@ -31,7 +31,14 @@ from modalities.media.image import (
     normalise,
     to_rgb,
 )
-from modalities.media.plugin import MediaLimits, ModalityPlugin, ReadsFirstBytes, plan_media, take_decode_s
+from modalities.media.plugin import (
+    MediaLimits,
+    ModalityPlugin,
+    ReadsFirstBytes,
+    part_url,
+    plan_media,
+    take_decode_s,
+)
 from modalities.media.spectrograms import (
     DYNAMIC_RANGE,
     FLOOR,
@@ -73,6 +80,7 @@ __all__ = [
     "normalise",
     "num_mel_frames",
     "num_samples_at",
+    "part_url",
     "plan_media",
     "probe_sound",
     "sample_frames",

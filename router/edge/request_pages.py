@@ -27,6 +27,7 @@ PAGE_HEADERS = {
 
 NAME_TO_WORDS = {
     # These are the parts of the time to first token, and the spans of the timeline.
+    "fetched": "Fetch the media",
     "read": "Read the media",
     "prompted": "Make the prompt",
     "waited": "Wait for a member",
@@ -89,6 +90,7 @@ NAME_TO_WORDS = {
 """Maps names of fields, stages and spans to words. A name that is not here is shown with spaces in place of
 underscores."""
 SPAN_TO_COLOUR = {
+    "fetched": "#b5838d",
     "read": "#8d99ae",
     "prompted": "#8d99ae",
     "waited": "#c9ada7",

@@ -9,6 +9,7 @@ for the rest would otherwise wait for each other. The module knows nothing of HT
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 
 from fabric.contracts import InvalidMedia, Overloaded
@@ -35,11 +36,12 @@ class ByteBudget:
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
-        except BaseException as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
             if turn.done() and not turn.cancelled():
                 self.give_back(num_bytes)
             else:
-                self._waiting.remove(entry)
+                with contextlib.suppress(ValueError):  # `_let_in` may have already removed it.
+                    self._waiting.remove(entry)
                 self._let_in()
             if isinstance(error, TimeoutError):
                 raise Overloaded(FULL) from error

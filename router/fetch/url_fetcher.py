@@ -81,13 +81,14 @@ class UrlFetcher:
             flight.task = asyncio.create_task(self._fly(key, url, flight), name="fetch")
         opened = self._requests.setdefault(request, _OpenRequest(ByteAllowance(self._settings.max_request_bytes)))
         opened.num_open += 1
+        held: HeldFile | None = None
         try:
             held = await flight.join(opened.allowance)
-        except BaseException:
-            self._closed(request)
-            raise
-        held.on_close(lambda: self._closed(request))
-        return held
+            held.on_close(lambda: self._closed(request))
+            return held
+        finally:
+            if held is None:
+                self._closed(request)
 
     def _closed(self, request: int) -> None:
         opened = self._requests[request]

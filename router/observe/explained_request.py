@@ -318,6 +318,10 @@ def first_token_parts(
     zero_s = own[0].at_s
     planned_s = plan.planned_at_s
     spent = {name: _spent_s(own, name, planned_s) for name in ("read", "prompted", "waited")}
+    fetches = [event for event in own if event.name == "fetched"]
+    if fetches:  # All of a request's media are fetched at once, and that is a part of the reading.
+        fetched_s = max(event.at_s for event in fetches) - min(map(began_s, fetches))
+        spent = {"fetched": fetched_s} | spent | {"read": spent["read"] - fetched_s}
     first_s = min([planned_s, *(began_s(event) for event in own if event.name == "planned")])
     waits_s = _spent_s([event for event in own if event.at_s > first_s], "waited", planned_s)
     parts = {**spent, "earlier_attempts": planned_s - first_s - waits_s}

@@ -82,6 +82,13 @@ class RouterMetrics:
         self.probe = self._histogram(
             "probe_seconds", "Time of reading the header of one medium.", SECONDS, ["modality"]
         )
+        self.fetch = self._histogram(
+            "fetch_seconds",
+            "Time of fetching one medium by URL, by outcome (`ok`, `cached` or an error's code).",
+            SECONDS,
+            ["outcome"],
+        )
+        self.fetched_bytes = self._counter("fetched_bytes", "Bytes of media that came by URL.", ["outcome"])
         self.degraded = self._counter(
             "degraded", "Items that the model did not get as they were sent.", ["modality", "action", "reason"]
         )
@@ -211,6 +218,11 @@ class RouterMetrics:
             self.media.labels(modality).inc(num_items)
         for modality, num_tokens in tokens.items():
             self.planned_tokens.labels(modality).inc(num_tokens)
+
+    def observe_fetch(self, outcome: str, seconds: float, num_bytes: int) -> None:
+        """Records a fetch that ended: `ok`, `cached` (the bytes were there already) or with the code of an error."""
+        self.fetch.labels(outcome).observe(seconds)
+        self.fetched_bytes.labels(outcome).inc(num_bytes)
 
     def observe_first_token(self, modality: str, predicted_s: float, bound_s: float, actual_s: float) -> None:
         """Records an attempt's first token: what the planner predicted against the actual time. `modality` is the class

@@ -45,6 +45,7 @@ from router.api import (
     shown,
     video_options,
 )
+from router.fetch import MediaFetcher
 from router.prompt.answer_formats import PLAIN, AnswerFormats, AnswerPlan, called_arguments
 from router.prompt.generation_options import check_grammar, check_schema, grammar_of, sampling_of, stop_conditions
 from router.prompt.request_media import (
@@ -58,6 +59,7 @@ from router.prompt.request_media import (
     ProbedMedium,
     Prober,
 )
+from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 from router.router_config import RouterConfig
 
 P = ParamSpec("P")
@@ -164,11 +166,17 @@ room for the text that a family writes between the frames."""
 
 
 class PromptBuilder:
-    """A `PromptBuilder` makes prompts from requests. It has no state but its threads and the prober, which runs
-    from `start` to `close`. Each router has one."""
+    """A `PromptBuilder` makes prompts from requests. It has no state but its threads, the prober and the fetcher, which
+    run from `start` to `close`. Each router has one. Without a fetcher it takes only `data:` URLs."""
 
     def __init__(
-        self, config: RouterConfig, family: Family, codec: TextCodec, registry: Registry, prober: Prober
+        self,
+        config: RouterConfig,
+        family: Family,
+        codec: TextCodec,
+        registry: Registry,
+        prober: Prober,
+        fetcher: MediaFetcher | None = None,
     ) -> None:
         self.family = family
         self.max_items = served_items(family, config.max_items_per_prompt)
@@ -176,16 +184,26 @@ class PromptBuilder:
         self.codec = codec
         self._registry = registry
         self._prober = prober
+        self._url_media = UrlMedia(fetcher)
         self._threads = RequestThreads()
         self._reader = MediaReader(
-            config.model_name, self.max_items, config.media_limits, registry, prober, self._in_media_thread
+            config.model_name,
+            self.max_items,
+            config.media_limits,
+            registry,
+            prober,
+            self._in_media_thread,
+            self._url_media,
         )
         self._planner = MediaPlanner(family)
         self._formats = AnswerFormats(codec, config.tool_format, config.reads_reasoning)
         self._kv_schemes: tuple[KvScheme, ...] = ()
 
     async def start(self) -> None:
-        """Starts the prober, if a served modality needs it. Raises NoCapacity."""
+        """Starts the fetcher, if media are served, and the prober, if a served modality needs it. Raises
+        NoCapacity."""
+        if self.max_items:
+            await self._url_media.start()
         if any(
             self._registry.modality(name).needs_process for name in self.max_items if self._registry.has_modality(name)
         ):
@@ -198,7 +216,7 @@ class PromptBuilder:
 
     async def close(self) -> None:
         self._threads.close()
-        await self._prober.close()
+        await asyncio.gather(self._url_media.close(), self._prober.close())
 
     async def parse(self, read: Callable[[bytes], T], body: bytes) -> T:
         """Returns what `read` makes of a request's body. Raises the InvalidRequest that `read` raises."""
@@ -206,19 +224,20 @@ class PromptBuilder:
             return read(body)
         return await self._threads.run(Work.BODY if len(body) <= MAX_TEXT_BYTES else Work.LARGE_BODY, read, body)
 
-    async def read(self, request: PromptRequest) -> Draft:
-        """Checks a request and probes its media. Raises a RequestRefused whose `param` names the offending part of the
-        request; raises Busy or Unavailable if a medium can't be read now."""
+    async def read(self, request: PromptRequest, account: FetchAccount = UNACCOUNTED) -> Draft:
+        """Checks a request, and fetches and probes its media; `account` is told what is fetched. Raises a
+        RequestRefused whose `param` names the offending part of the request; raises Busy or Unavailable if a medium
+        can't be read now."""
         vocab_size = self.family.shape.vocab_size
         check_generation(request, self._config, vocab_size)
         if isinstance(request, ChatRequest):
-            return await self._read_chat(request)
+            return await self._read_chat(request, account)
         check_token_ids(request.token_ids, vocab_size)
         grammar = await self._threads.run(Work.GRAMMAR, completion_grammar, request) if request.is_structured else ""
         sampling = sampling_of(request, vocab_size, grammar)
         return Draft(request, (), (), self._config.video_options, sampling)
 
-    async def _read_chat(self, chat: ChatRequest) -> Draft:
+    async def _read_chat(self, chat: ChatRequest, account: FetchAccount) -> Draft:
         check_messages(chat, self._config)
         contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
         parts = [part for content in contents if not isinstance(content, str) for part in content]
@@ -227,7 +246,8 @@ class PromptBuilder:
             message = f"a request may have at most {self._config.max_media_items} media, not {len(media)}"
             raise InvalidRequest(message, param="messages")
         kwargs = chat.mm_processor_kwargs
-        probed = await self._reader.read(media, None if kwargs is None else kwargs.use_audio_in_video)
+        with_sound_tracks = None if kwargs is None else kwargs.use_audio_in_video
+        probed = await self._reader.read(media, with_sound_tracks, chat.cache_salt or "", account)
         answer, grammar = PLAIN, ""
         if chat.is_structured or chat.tools or self._formats.reasoning is not None:
             answer, grammar = await self._threads.run(Work.GRAMMAR, self._answer, chat)

@@ -1,8 +1,8 @@
 """Turns the media of a request into items with plans that fit the context. `MediaReader` reads the media as far as
-their headers: it counts, parses and probes them, and checks them against the limits. `MediaPlanner` then plans the
-probed media as items: items of fixed size come first, then the videos share what is left (`share_tokens`). Reading
-happens once per request, and planning again each time that the degradation policy has reduced or removed an item
-(`Losses`).
+their headers: it counts, parses or fetches (`UrlMedia`) and probes them, and checks them against the limits.
+`MediaPlanner` then plans the probed media as items: items of fixed size come first, then the videos share what is left
+(`share_tokens`). Reading happens once per request, and planning again each time that the degradation policy has reduced
+or removed an item (`Losses`).
 
 Media are read in threads that the caller provides (`InThread`). Work that may take long for one file (such as a
 parser's) belongs in a helper process (`Prober`), not in these threads.
@@ -24,6 +24,8 @@ from modalities.family import DEFAULT_OPTIONS, AudioHeader, Family, ItemPlan, Me
 from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, plan_media
 from modalities.registry import Registry
 from router.api import PART_TYPE_TO_MODALITY, MediaPart, shown
+from router.fetch import FetchedFile
+from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -55,23 +57,33 @@ class MediaReader:
         registry: Registry,
         prober: Prober,
         in_thread: InThread,
+        url_media: UrlMedia | None = None,
     ) -> None:
+        """`url_media` fetches; without it, only `data:` URLs are taken."""
         self.max_items = max_items
         self._model_name = model_name
         self._limits = limits
         self._registry = registry
         self._prober = prober
         self._in_thread = in_thread
+        self._url_media = url_media or UrlMedia()
 
-    async def read(self, parts: Sequence[MediaPart], with_sound_tracks: bool | None = None) -> list[ProbedMedium]:
+    async def read(
+        self,
+        parts: Sequence[MediaPart],
+        with_sound_tracks: bool | None = None,
+        salt: str = "",
+        account: FetchAccount = UNACCOUNTED,
+    ) -> list[ProbedMedium]:
         """Returns one medium per part, in order. `with_sound_tracks` says whether sound tracks count; by default they
-        do if the model takes sound. Raises UnsupportedModality, InvalidRequest or InvalidMedia, naming the first part
-        that is at fault, after which nothing is probed; raises also what a prober raises."""
+        do if the model takes sound. Requests with the same `salt` share what is fetched, and `account` is told of it.
+        Raises UnsupportedModality, InvalidRequest, InvalidMedia, UrlRefused or MediaUnreachable, naming the first part
+        that is at fault, after which nothing is probed; raises also what a prober and a fetcher raise."""
         plugins = self._check_types(parts)
         has_sound_tracks = self._has_sound_tracks(with_sound_tracks)
         if not parts:
             return []
-        files = await self._in_thread(self._parse, parts, plugins)
+        files = await self._files(parts, plugins, salt, account)
         media: list[ProbedMedium] = []
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
@@ -117,13 +129,35 @@ class MediaReader:
 
     # ------------------------------------------------------------ headers
 
-    def _parse(self, parts: Sequence[MediaPart], plugins: Sequence[ModalityPlugin]) -> list[_File]:
-        files: list[_File] = []
-        for part, plugin in zip(parts, plugins, strict=True):
+    async def _files(
+        self, parts: Sequence[MediaPart], plugins: Sequence[ModalityPlugin], salt: str, account: FetchAccount
+    ) -> list[_File]:
+        """Returns the files of the parts, in order. What the request contains is read before anything is fetched."""
+        urls = self._url_media.find(parts)
+        wanted = list(zip(parts, plugins, strict=True))
+        inside = [(part, plugin) for part, plugin in wanted if part.param not in urls]
+        files = await self._in_thread(self._parse, inside) if inside else {}
+        if urls:
+            fetched = await self._url_media.fetch(urls, salt, account)
+            part_to_plugin = {part.param: plugin for part, plugin in wanted}
+            files |= await self._in_thread(self._take, fetched, part_to_plugin)
+        return [files[part.param] for part in parts]
+
+    def _parse(self, wanted: Sequence[tuple[MediaPart, ModalityPlugin]]) -> dict[str, _File]:
+        """Returns the files that parts contain, by part."""
+        files: dict[str, _File] = {}
+        for part, plugin in wanted:
             data = plugin.parse(part.fields, part.param, self._limits)
-            header = plugin.first_header(data) if isinstance(plugin, ReadsFirstBytes) else None
-            files.append(_File(data, content_digest(data), header))
+            files[part.param] = _File(data, content_digest(data), _first_header(plugin, data))
         return files
+
+    @staticmethod
+    def _take(fetched: Mapping[str, FetchedFile], plugins: Mapping[str, ModalityPlugin]) -> dict[str, _File]:
+        """Returns the files that were fetched, by part."""
+        return {
+            part: _File(file.data, file.digest, _first_header(plugins[part], file.data))
+            for part, file in fetched.items()
+        }
 
     async def _probe(self, part: MediaPart, plugin: ModalityPlugin, file: _File) -> ProbedMedium:
         clock = asyncio.get_running_loop()
@@ -180,6 +214,10 @@ class _File(NamedTuple):
     digest: bytes
     header: MediaHeader | None
     """This is the header if the first bytes of the file say it, otherwise None."""
+
+
+def _first_header(plugin: ModalityPlugin, data: bytes) -> MediaHeader | None:
+    return plugin.first_header(data) if isinstance(plugin, ReadsFirstBytes) else None
 
 
 class Prober(Protocol):
