@@ -30,6 +30,7 @@ from fabric.transport import LocalHub, LocalPlane
 from modalities.family import Family, MediaHeader
 from modalities.registry import REGISTRY, Registry
 from modalities.text import TextCodec
+from router.fetch import MediaFetcher
 from router.prompt import PromptBuilder
 from router.router_config import RouterConfig
 from router.run import Pools
@@ -82,6 +83,7 @@ class FakeCluster:
         codec: TextCodec,
         registry: Registry,
         clock: Clock,
+        fetcher: MediaFetcher | None = None,
     ) -> None:
         self.hub = LocalHub()
         self.codec = codec
@@ -94,7 +96,7 @@ class FakeCluster:
         self.service = RouterService(
             MemberId("router-0"),
             config,
-            PromptBuilder(config, family, self.codec, registry, NoProber()),
+            PromptBuilder(config, family, self.codec, registry, NoProber(), fetcher),
             self.plane,
             Pools(self.pools, self.pools),
             clock,
@@ -142,16 +144,17 @@ async def fake_cluster(
     registry: Registry = REGISTRY,
     encoder_modalities: tuple[str, ...] = ("image",),
     clock: Clock | None = None,
+    fetcher: MediaFetcher | None = None,
     **settings: Any,
 ) -> AsyncIterator[FakeCluster]:
     """Starts a cluster whose members the router knows, and asserts at the end that no request is in flight. `model`
-    replaces the tiny family and codec; `settings` are fields of RouterConfig."""
+    replaces the tiny family and codec, and `fetcher` fetches media by URL; `settings` are fields of RouterConfig."""
     waits = {"gap_timeout_s": 0.2, "settle_timeout_s": 0.2, "capacity_wait_s": 0.2}
     defaults: dict[str, Any] = {"block_size": BLOCK_SIZE, "heartbeat_s": 60.0, **waits}
     config = RouterConfig(model_name=TINY_MODEL, **(defaults | settings))
     family, codec = model or (TinyFamily(max_model_len), tiny_codec())
     clock = clock or SystemClock()
-    cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry, clock)
+    cluster = FakeCluster(num_workers, num_encoders, config, family, codec, registry, clock, fetcher)
     for encoder in cluster.encoders:
         encoder.modalities = encoder_modalities
         encoder.plane.start(encoder.handle)

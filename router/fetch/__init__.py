@@ -4,8 +4,9 @@
 `pinned_network` connects to addresses that were validated and to no others. `fetching` asks one URL with these,
 `fetch_cache` keeps what may be used again, and `file_root` opens files under an allowed folder. `url_fetcher` runs many
 fetches within budgets (`fetch_budget`), each file in sealed memory (`stored_file`). `fetch_process` runs all of this in
-a process beside the router, with which it talks over a `packet_channel`; `loop_fetcher` does without the process. The
-folder knows nothing of requests' formats and of what a medium is: a plugin finds out when it reads the header.
+a process beside the router, with which it talks over a `packet_channel`; `loop_fetcher` does without the process.
+`fetch_settings` says what is allowed, and how much time and memory fetching may take. The folder knows nothing of
+requests' formats and of what a medium is: a plugin finds out when it reads the header.
 """
 
 from router.fetch.address_rules import AddressRules

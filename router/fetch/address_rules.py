@@ -53,7 +53,7 @@ outside."""
 
 
 class AddressRules:
-    """The `AddressRules` know the networks that the operator allows in addition to the public ones."""
+    """An `AddressRules` holds the networks that the operator allows in addition to the public ones."""
 
     def __init__(self, allowed_networks: Iterable[str] = ()) -> None:
         """Takes networks in CIDR notation. Raises ValueError for what is none."""

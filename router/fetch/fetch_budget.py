@@ -1,4 +1,4 @@
-"""Counts the bytes that fetching takes: `ByteBudget` limits what all fetches hold at once, and `ByteAllowance` limits
+"""Counts the bytes that fetching takes: `FetchBudget` limits what all fetches hold at once, and `ByteAllowance` limits
 what one request fetches.
 
 A fetch whose size is known waits for its whole size before it reads on, in the order of arrival. One whose size is
@@ -17,8 +17,8 @@ from fabric.contracts import InvalidMedia, Overloaded
 FULL = "the media that this server is fetching take all the memory that they may have"
 
 
-class ByteBudget:
-    """A `ByteBudget` belongs to one event loop."""
+class FetchBudget:
+    """A `FetchBudget` belongs to one event loop."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

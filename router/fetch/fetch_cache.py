@@ -23,7 +23,7 @@ MAX_FILES = 512
 
 
 class CacheTerms(NamedTuple):
-    """The `CacheTerms` are what a response says about being kept."""
+    """A `CacheTerms` holds what a response says about being kept."""
 
     may_keep: bool
     fresh_s: float

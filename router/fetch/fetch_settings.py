@@ -12,7 +12,7 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class FetchSettings:
-    """The `FetchSettings` are frozen; each router has one. The defaults fetch from public addresses by https alone."""
+    """A `FetchSettings` is frozen; each router has one. The defaults fetch from public addresses by https alone."""
 
     schemes: tuple[str, ...] = ("https",)
     """Lists the schemes that URLs may have: `https`, `http`, and `file` if `file_root` is set."""

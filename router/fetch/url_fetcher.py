@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from fabric.contracts import InvalidMedia, MediaUnreachable, Overloaded, WeftError
-from router.fetch.fetch_budget import ByteAllowance, ByteBudget
+from router.fetch.fetch_budget import ByteAllowance, FetchBudget
 from router.fetch.fetch_cache import FetchCache, UrlKey
 from router.fetch.fetch_settings import MIB, FetchSettings
 from router.fetch.fetching import FetchedMedium, MediumClient
@@ -55,9 +55,9 @@ class UrlFetcher:
         self._resolver = resolver
         self._cache: FetchCache[StoredFile] = FetchCache(settings.cache_bytes)
         self._client = MediumClient(settings, resolver, self._cache, now)
-        self._budget = ByteBudget(settings.in_flight_bytes)
+        self._budget = FetchBudget(settings.in_flight_bytes)
         self._places = asyncio.Semaphore(settings.max_concurrent)
-        self._flights: dict[UrlKey, _Flight] = {}
+        self._shared: dict[UrlKey, _SharedFetch] = {}
         self._requests: dict[int, _OpenRequest] = {}
 
     @property
@@ -66,8 +66,8 @@ class UrlFetcher:
         return self._budget.used
 
     @property
-    def num_flights(self) -> int:
-        return len(self._flights)
+    def num_fetches(self) -> int:
+        return len(self._shared)
 
     async def fetch(self, text: str, salt: str, request: int) -> HeldFile:
         """Fetches a URL for a request. The fetches of the same `request` that are open together share what one request
@@ -75,15 +75,15 @@ class UrlFetcher:
         Overloaded."""
         url = self._client.parse(text)
         key = UrlKey(salt, url.text)
-        flight = self._flights.get(key)
-        if flight is None or flight.is_over:
-            flight = self._flights[key] = _Flight(self._budget, self._settings)
-            flight.task = asyncio.create_task(self._fly(key, url, flight), name="fetch")
+        shared = self._shared.get(key)
+        if shared is None or shared.is_over:
+            shared = self._shared[key] = _SharedFetch(self._budget, self._settings)
+            shared.task = asyncio.create_task(self._run(key, url, shared), name="fetch")
         opened = self._requests.setdefault(request, _OpenRequest(ByteAllowance(self._settings.max_request_bytes)))
         opened.num_open += 1
         held: HeldFile | None = None
         try:
-            held = await flight.join(opened.allowance)
+            held = await shared.join(opened.allowance)
             held.on_close(lambda: self._closed(request))
             return held
         finally:
@@ -98,7 +98,7 @@ class UrlFetcher:
 
     async def close(self) -> None:
         """Ends all fetches, whose requests fail, and drops the cache."""
-        tasks = [flight.task for flight in self._flights.values() if flight.task is not None]
+        tasks = [shared.task for shared in self._shared.values() if shared.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -107,26 +107,26 @@ class UrlFetcher:
         for file in self._cache.clear():
             file.close()
 
-    async def _fly(self, key: UrlKey, url: FetchUrl, flight: _Flight) -> None:
-        """Fetches a URL, and ends its flight with the medium or with an error."""
+    async def _run(self, key: UrlKey, url: FetchUrl, shared: _SharedFetch) -> None:
+        """Fetches a URL, and ends the shared fetch with the medium or with an error."""
         settings = self._settings
         try:
             async with self._place(), asyncio.timeout(settings.total_timeout_s):
-                medium = await self._client.fetch(url, key.salt, flight)
+                medium = await self._client.fetch(url, key.salt, shared)
         except TimeoutError:
-            flight.fail(MediaUnreachable(f"fetching the URL took more than {settings.total_timeout_s:g} s"))
+            shared.fail(MediaUnreachable(f"fetching the URL took more than {settings.total_timeout_s:g} s"))
         except WeftError as error:
-            flight.fail(error)
+            shared.fail(error)
         except Exception as error:
             # This is the top of a fetch's task; requests wait for its end.
             _LOG.exception("a medium could not be fetched")
-            flight.fail(WeftError(f"an internal error occurred ({type(error).__name__})"))
+            shared.fail(WeftError(f"an internal error occurred ({type(error).__name__})"))
         else:
-            flight.land(medium)
+            shared.succeed(medium)
         finally:
-            if self._flights.get(key) is flight:
-                del self._flights[key]
-            flight.fail(Overloaded("the fetch was stopped"))
+            if self._shared.get(key) is shared:
+                del self._shared[key]
+            shared.fail(Overloaded("the fetch was stopped"))
 
     @asynccontextmanager
     async def _place(self) -> AsyncIterator[None]:
@@ -152,7 +152,7 @@ class _OpenRequest:
 
 
 class _Listener:
-    """A `_Listener` is a request that waits for a flight."""
+    """A `_Listener` is a request that waits for a shared fetch."""
 
     def __init__(self, allowance: ByteAllowance) -> None:
         self._allowance = allowance
@@ -166,10 +166,10 @@ class _Listener:
             self._num_bytes = num_bytes
 
 
-class _Flight:
-    """A `_Flight` is one fetch and the requests that wait for it (it is their `GrowingFile`)."""
+class _SharedFetch:
+    """A `_SharedFetch` is one fetch and the requests that wait for it (it is their `GrowingFile`)."""
 
-    def __init__(self, budget: ByteBudget, settings: FetchSettings) -> None:
+    def __init__(self, budget: FetchBudget, settings: FetchSettings) -> None:
         self.task: asyncio.Task[None] | None = None
         self.is_over = False
         """This is True when no further request may join."""
@@ -242,7 +242,7 @@ class _Flight:
 
     # ------------------------------------------------------------ the end
 
-    def land(self, medium: FetchedMedium) -> None:
+    def succeed(self, medium: FetchedMedium) -> None:
         """Gives the file to every request that waits."""
         self.is_over = True
         listeners, self._listeners = self._listeners, []
@@ -255,7 +255,7 @@ class _Flight:
             self._release()
 
     def fail(self, error: WeftError) -> None:
-        """Gives an error to the requests that still wait. It has no effect after the flight has landed."""
+        """Gives an error to the requests that still wait. It has no effect after the fetch has succeeded."""
         self.is_over = True
         listeners, self._listeners = self._listeners, []
         for listener in listeners:

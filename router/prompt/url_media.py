@@ -18,7 +18,7 @@ from router.api import MediaPart
 from router.fetch import FetchedFile, MediaFetcher
 
 URL_SUFFIX = "_url"
-"""A part type that ends so holds a URL, in the field of the same name: `image_url`, `video_url`, `audio_url`, and those
+"""Ends the part types that hold a URL, in the field of the same name: `image_url`, `video_url`, `audio_url`, and those
 of packages."""
 DATA = "data:"
 
@@ -36,7 +36,7 @@ class FetchAccount(Protocol):
 
 
 class Unaccounted:
-    """An `Unaccounted` account counts nothing."""
+    """An `Unaccounted` is a `FetchAccount` that counts nothing."""
 
     def take(self, num_bytes: int) -> None:
         return

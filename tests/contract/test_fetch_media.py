@@ -375,7 +375,7 @@ async def test_the_loop_gives_all_memory_and_descriptors_back() -> None:
         async with fetching(LoopFetcher, server, max_item_bytes=300_000) as fetcher:
             for path in ("/a", "/a", "/big", "/404", "/a"):
                 await asyncio.gather(fetch(fetcher, server.url(path)), return_exceptions=True)
-            await until(lambda: fetcher.fetcher.num_flights == 0)
+            await until(lambda: fetcher.fetcher.num_fetches == 0)
             assert fetcher.fetcher.num_bytes == 0
         await until(lambda: server.num_open == 0)
         assert len(os.listdir("/proc/self/fd")) == before
