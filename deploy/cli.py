@@ -217,6 +217,7 @@ def _check(arguments: argparse.Namespace) -> int:
         return 1
     parts = {"router": config.router.replicas, "encoder": config.encoders.replicas, "worker": config.workers.replicas}
     counts = ", ".join(f"{replicas} {name}" for name, replicas in parts.items())
+    print(config.media.fetch.summary())
     budget, why_not = check_budget(config)
     if budget is None:
         print(f"{arguments.file}: the config is valid ({counts} replicas)")

@@ -267,6 +267,20 @@ class FetchSection(Section):
     ca_file: Path | None = default_of(FetchSettings, "ca_file")
     """Names a file of certificates (PEM) that are trusted in addition to those of the system."""
 
+    def summary(self) -> str:
+        """Returns in words what may be fetched, for `weft check`."""
+        if not self.enabled:
+            return "media by URL: none are fetched"
+        hosts = "any host" if "*" in self.allowed_hosts else ", ".join(self.allowed_hosts) or "no host"
+        denied = f" except {', '.join(self.denied_hosts)}" if self.denied_hosts else ""
+        networks = f" and in {', '.join(self.allowed_networks)}" if self.allowed_networks else ""
+        root = f"; files under {self.file_root}" if self.file_root is not None else ""
+        ports = ", ".join(map(str, self.allowed_ports))
+        schemes = " and ".join(scheme for scheme in self.schemes if scheme != "file") or "nothing"
+        return (
+            f"media by URL: {schemes} from {hosts}{denied} with public addresses{networks}, on the ports {ports}{root}"
+        )
+
     @model_validator(mode="after")
     def _check_root(self) -> FetchSection:
         if ("file" in self.schemes) != (self.file_root is not None):

@@ -12,6 +12,7 @@ import asyncio
 import os
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import httpcore
@@ -30,6 +31,8 @@ OK, NOT_MODIFIED = 200, 304
 NUM_KEPT_CONNECTIONS = 16
 KEPT_CONNECTION_S = 15.0
 """An idle connection is kept for this long, for the next medium of the same host."""
+NUM_FILE_THREADS = 2
+"""Reads this many files of `file:` URLs at once, because a file system may block."""
 _HEADERS = (("accept", "*/*"), ("accept-encoding", "identity"), ("user-agent", "weft"))
 
 
@@ -71,6 +74,7 @@ class MediumClient:
         trusted = ssl.create_default_context()
         if settings.ca_file is not None:
             trusted.load_verify_locations(settings.ca_file)
+        self._threads = ThreadPoolExecutor(NUM_FILE_THREADS, thread_name_prefix="fetch-file")
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=trusted,
             max_connections=settings.max_concurrent,
@@ -81,6 +85,7 @@ class MediumClient:
 
     async def close(self) -> None:
         await self._pool.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def parse(self, text: str) -> FetchUrl:
         """Returns a client's URL in parts. Raises UrlRefused if it may not be asked."""
@@ -169,14 +174,19 @@ class MediumClient:
     async def _read(self, url: FetchUrl, growing: GrowingFile) -> StoredFile:
         """Returns a copy of a file of this machine. Raises UrlRefused."""
         loop = asyncio.get_running_loop()
-        file = await loop.run_in_executor(None, open_under, self._settings.file_root, url)
+        file = await loop.run_in_executor(self._threads, open_under, self._settings.file_root, url)
         try:
             await growing.announce(os.fstat(file).st_size)
-            return await _received(_pieces(file), growing)
+            return await _received(self._pieces(file), growing)
         except OSError as error:
             raise MediaUnreachable("the file of the URL could not be read") from error
         finally:
             os.close(file)
+
+    async def _pieces(self, file: int) -> AsyncIterator[bytes]:
+        loop = asyncio.get_running_loop()
+        while piece := await loop.run_in_executor(self._threads, os.read, file, READ_BYTES):
+            yield piece
 
 
 async def _received(pieces: AsyncIterator[bytes], growing: GrowingFile) -> StoredFile:
@@ -194,12 +204,6 @@ async def _received(pieces: AsyncIterator[bytes], growing: GrowingFile) -> Store
         return writer.finish()
     finally:
         writer.close()
-
-
-async def _pieces(file: int) -> AsyncIterator[bytes]:
-    loop = asyncio.get_running_loop()
-    while piece := await loop.run_in_executor(None, os.read, file, READ_BYTES):
-        yield piece
 
 
 def _joined(raw: list[tuple[bytes, bytes]]) -> dict[str, str]:

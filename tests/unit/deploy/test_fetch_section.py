@@ -56,6 +56,20 @@ def test_every_key_reaches_the_fetcher(tmp_path: Path) -> None:
     )
 
 
+def test_check_says_what_is_fetched() -> None:
+    def words(text: str) -> str:
+        return config_of(text).media.fetch.summary().removeprefix("media by URL: ")
+
+    assert words("{}") == "https from any host with public addresses, on the ports 80, 443"
+    assert words("{enabled: false}") == "none are fetched"
+    assert words("{allowed_hosts: [a.com, b.com], schemes: [https, http], allowed_networks: [10.1.0.0/16]}") == (
+        "https and http from a.com, b.com with public addresses and in 10.1.0.0/16, on the ports 80, 443"
+    )
+    assert words("{denied_hosts: ['*.a.com'], allowed_ports: [443], schemes: [https, file], file_root: /srv}") == (
+        "https from any host except *.a.com with public addresses, on the ports 443; files under /srv"
+    )
+
+
 def test_fetching_can_be_turned_off() -> None:
     assert build_fetcher(config_of("{enabled: false}")) is None
 
