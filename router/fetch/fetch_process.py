@@ -154,6 +154,7 @@ class FetchProcess:
             return
         if self._starting is None:
             self._starting = asyncio.create_task(self._start(), name="fetch process")
+            self._starting.add_done_callback(_note_failure)
         await asyncio.shield(self._starting)
 
     async def close(self) -> None:
@@ -191,6 +192,8 @@ class FetchProcess:
             else:
                 data = await self._read(descriptor, answer.num_bytes)
             return FetchedFile(data, answer.digest, answer.is_cached)
+        except OSError as error:
+            raise NoCapacity("the fetched medium could not be read from the process that fetches") from error
         finally:
             del self._waiting[number]
             if descriptor >= 0:
@@ -293,6 +296,12 @@ class FetchProcess:
         for landed in self._waiting.values():
             if not landed.done():
                 landed.set_exception(NoCapacity(ENDED))
+
+
+def _note_failure(starting: asyncio.Task[None]) -> None:
+    """Takes note of a failure, for the case that no request waits any more."""
+    if not starting.cancelled() and (error := starting.exception()) is not None:
+        _LOG.warning("%s", error)
 
 
 # ------------------------------------------------------------ the process itself

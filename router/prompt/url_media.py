@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from fabric.contracts import RequestRefused, UrlRefused, WeftError
+from fabric.contracts import InvalidRequest, RequestRefused, UrlRefused, WeftError
 from modalities.media import part_url
 from router.api import MediaPart
 from router.fetch import FetchedFile, MediaFetcher
@@ -67,13 +67,16 @@ class UrlMedia:
             await self._fetcher.close()
 
     def find(self, parts: Sequence[MediaPart]) -> dict[str, str]:
-        """Maps the parts (by their place in the request) that must be fetched to their URLs. Raises InvalidRequest for
-        a part without a URL, and UrlRefused, naming the first part at fault."""
+        """Maps the parts (by their place in the request) that must be fetched to their URLs. Raises UrlRefused, naming
+        the first part at fault."""
         urls: dict[str, str] = {}
         for part in parts if self._fetcher is not None else ():
             if not part.part_type.endswith(URL_SUFFIX):
                 continue
-            url = part_url(part.fields, part.part_type, part.param)
+            try:
+                url = part_url(part.fields, part.part_type, part.param)
+            except InvalidRequest:
+                continue  # The plugin says what is wrong with the part.
             if url[: len(DATA)].lower() == DATA:
                 continue
             urls[part.param] = url

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import signal
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,8 +15,16 @@ from pathlib import Path
 import pytest
 from media_servers import Answer, AskedRequest, MediaServer, local_names, media_server, response, write_certificate
 
-from fabric.contracts import InvalidMedia, MediaUnreachable, NoCapacity, Overloaded, UrlRefused, content_digest
-from router.fetch import FetchedFile, FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
+from fabric.contracts import (
+    InvalidMedia,
+    MachineBusy,
+    MediaUnreachable,
+    NoCapacity,
+    Overloaded,
+    UrlRefused,
+    content_digest,
+)
+from router.fetch import FetchedFile, FetchProcess, FetchSettings, LoopFetcher, MediaFetcher, fetch_process
 
 Make = Callable[..., MediaFetcher]
 MEDIUM = bytes(range(256)) * 300
@@ -31,7 +40,7 @@ async def fetching(make: Make, server: MediaServer, **settings: object) -> Async
     defaults = {
         "schemes": ("https", "http"),
         "allowed_ports": (server.port,),
-        "allowed_networks": ("127.0.0.2/32",),
+        "allowed_networks": ("127.0.0.2/31",),
     }
     fetcher = make(FetchSettings(**(defaults | settings)), local_names)
     await fetcher.start()
@@ -210,6 +219,17 @@ async def test_nothing_listens(make: Make) -> None:
     async with fetching(make, server) as fetcher:
         with pytest.raises(MediaUnreachable, match="no connection"):
             await fetch(fetcher, server.url("/a"))
+
+
+async def test_a_name_that_is_resolved_for_ever_is_unreachable(make: Make) -> None:
+    async with media_server() as server, fetching(make, server, connect_timeout_s=0.2) as fetcher:
+        with pytest.raises(MediaUnreachable, match="in time"):
+            await fetch(fetcher, server.url("/a", "hanging.test"))
+
+
+async def test_the_second_address_is_tried_where_the_first_is_dead(make: Make) -> None:
+    async with media_server({"/a": response(MEDIUM)}) as server, fetching(make, server) as fetcher:
+        assert (await fetch(fetcher, server.url("/a", "two.test"))).data == MEDIUM
 
 
 async def test_a_slow_body_ends_at_the_total_time(make: Make) -> None:
@@ -397,6 +417,20 @@ async def test_a_dead_process_fails_its_fetches_and_is_replaced() -> None:
         assert (await fetch(fetcher, server.url("/b"))).data == MEDIUM
         assert fetcher.pid != pid
         assert fetcher.num_ended == 1
+
+
+async def test_a_process_that_is_stuck_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetch_process, "GRACE_S", 0.1)
+    limits = {"wait_s": 0.1, "total_timeout_s": 0.2}
+    async with media_server({"/a": response(MEDIUM)}) as server:
+        async with fetching(FetchProcess, server, **limits) as fetcher:
+            pid = fetcher.pid
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(MachineBusy, match="does not get to its work"):
+                await fetch(fetcher, server.url("/a"))
+            monkeypatch.setattr(fetch_process, "GRACE_S", 10.0)
+            assert (await fetch(fetcher, server.url("/a"))).data == MEDIUM
+            assert fetcher.pid != pid
 
 
 async def test_a_closed_process_is_gone_and_fetches_nothing() -> None:

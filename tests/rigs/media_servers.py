@@ -128,6 +128,8 @@ class FixedResolver:
         self.asked.append(host)
         if host == "slow.test":
             raise MediaUnreachable("the addresses of the URL's host could not be found in time")
+        if host == "hanging.test":
+            await asyncio.Event().wait()
         answers = self._name_to_answers.get(host, [[]])
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         return [ipaddress.ip_address(address) for address in answer]
@@ -137,8 +139,11 @@ class FixedResolver:
 
 
 def local_names() -> FixedResolver:
-    """Returns a resolver that knows `media.test`, on the address of `media_server`; a process can import it."""
-    return FixedResolver({"media.test": [["127.0.0.2"]], "forbidden.test": [["127.0.0.1"]]})
+    """Returns a resolver that knows `media.test`, on the address of `media_server`; a process can import it. At the
+    first address of `two.test` nothing listens, and `hanging.test` is resolved for ever."""
+    return FixedResolver(
+        {"media.test": [["127.0.0.2"]], "two.test": [["127.0.0.3", "127.0.0.2"]], "forbidden.test": [["127.0.0.1"]]}
+    )
 
 
 def write_certificate(folder: Path, name: str = "media.test") -> tuple[Path, ssl.SSLContext]:
