@@ -420,17 +420,16 @@ async def test_a_dead_process_fails_its_fetches_and_is_replaced() -> None:
 
 
 async def test_a_process_that_is_stuck_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch_process, "GRACE_S", 0.1)
-    limits = {"wait_s": 0.1, "total_timeout_s": 0.2}
-    async with media_server({"/a": response(MEDIUM)}) as server:
-        async with fetching(FetchProcess, server, **limits) as fetcher:
-            pid = fetcher.pid
-            os.kill(pid, signal.SIGSTOP)
-            with pytest.raises(MachineBusy, match="does not get to its work"):
-                await fetch(fetcher, server.url("/a"))
-            monkeypatch.setattr(fetch_process, "GRACE_S", 10.0)
-            assert (await fetch(fetcher, server.url("/a"))).data == MEDIUM
-            assert fetcher.pid != pid
+    monkeypatch.setattr(fetch_process, "GRACE_S", -29.7)  # The limits below and this leave 0.3 s.
+    limits = {"wait_s": 5.0, "total_timeout_s": 20.0}
+    async with media_server({"/a": response(MEDIUM)}) as server, fetching(FetchProcess, server, **limits) as fetcher:
+        pid = fetcher.pid
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(MachineBusy, match="does not get to its work"):
+            await fetch(fetcher, server.url("/a"))
+        monkeypatch.setattr(fetch_process, "GRACE_S", 10.0)
+        assert (await fetch(fetcher, server.url("/a"))).data == MEDIUM
+        assert fetcher.pid != pid
 
 
 async def test_a_closed_process_is_gone_and_fetches_nothing() -> None:
