@@ -8,6 +8,9 @@ import gzip
 import os
 import signal
 import ssl
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -191,7 +194,7 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 async def test_a_wrong_answer_is_an_error_of_the_request(make: Make, name: str) -> None:
     page, error, words = WRONG[name]
-    limits = {"max_item_bytes": 2_000_000, "read_timeout_s": 0.3}
+    limits = {"max_item_bytes": 2_000_000, "read_timeout_s": 1.0}
     async with (
         media_server({"/a": page, "/b": response(MEDIUM)}) as server,
         fetching(make, server, **limits) as fetcher,
@@ -445,6 +448,45 @@ async def test_a_closed_process_is_gone_and_fetches_nothing() -> None:
             os.kill(pid, 0)
         with pytest.raises(NoCapacity, match="stopped"):
             await fetch(fetcher, server.url("/b"))
+
+
+ORPHAN_MAKER = """
+import asyncio
+from router.fetch import FetchProcess, FetchSettings
+
+async def main() -> None:
+    fetcher = FetchProcess(FetchSettings())
+    await fetcher.start()
+    print(fetcher.pid, flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_the_process_dies_with_its_router(tmp_path: Path) -> None:
+    script = tmp_path / "orphan_maker.py"
+    script.write_text(ORPHAN_MAKER)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        child = int(parent.stdout.readline())
+        assert Path(f"/proc/{child}/stat").exists()
+        parent.kill()
+        parent.wait()
+    deadline_s = time.monotonic() + 30
+    while is_alive(child):
+        assert time.monotonic() < deadline_s, "the process has outlived its router"
+        os.sched_yield()
+
+
+def is_alive(pid: int) -> bool:
+    """Returns whether the process is alive and is not a zombie that nothing has reaped yet."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 async def test_a_certificate_file_that_is_none_is_refused(tmp_path: Path) -> None:
