@@ -105,6 +105,8 @@ def _encoded(text: str) -> str:
 def _host(text: str) -> str:
     """Returns the host in its one form. Raises UrlRefused for what is neither a name nor a plain address."""
     if text.startswith("["):
+        if ":" not in text:
+            raise UrlRefused("the host of the URL has brackets, but only an IPv6 address has these")
         return _address(text[1:-1])
     name = text.lower()
     if len(name) > MAX_HOST_CHARS:

@@ -32,6 +32,47 @@ def test_a_url_has_these_parts(text: str, parts: FetchUrl) -> None:
     assert parse_url(text) == parts
 
 
+MALFORMED = [
+    "https://[1.1.1.1]/",
+    "https://[::1/",
+    "https://[2606:4700::1%251]/",
+    "https://1.1.1/",
+    "https://1.1.1.1./",
+    "https://1.1.1.01/",
+    "https://1.1.1.256/",
+    "https://1.1.1.1.1/",
+    "https://16843009/",
+    "https://example.0x1/",
+    "https://example.com./",
+    "https://example..com/",
+    "https://exa mple.com/",
+    "https://example.com\\/",
+    "https://user:word@example.com/",
+    "https://example.com:4 3/",
+    "https://example.com:+443/",
+    "https://example.com:0/",
+    "https://example%2ecom/",
+    "https://ｅxample.com/",
+    "https://example。com/",
+    "https:example.com",
+    "https:/example.com",
+    "https://",
+    "//example.com",
+    "example.com",
+    "file://host/path",
+    "file:path",
+    "file:///path?query",
+    "data:,x",
+    "https://example.com/\ud800",
+]
+
+
+@pytest.mark.parametrize("text", MALFORMED, ids=ascii)
+def test_what_needs_tolerance_is_refused(text: str) -> None:
+    with pytest.raises(UrlRefused):
+        parse_url(text)
+
+
 def test_the_text_of_a_url_is_one_for_all_its_spellings() -> None:
     spellings = ["https://example.com", "HTTPS://EXAMPLE.com:443/", "https://example.com:/#x"]
     assert {parse_url(text).text for text in spellings} == {"https://example.com/"}
