@@ -5,6 +5,7 @@ The module is the composition root: the only place where the encoder pool, the w
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 import platform
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.compute_dtype import with_dtype
-from deploy.config import ClusterConfig, EncoderSection, LinkEndSection
+from deploy.config import ClusterConfig, EncoderSection, LinkEndSection, TenantSection
 from deploy.logs import collect_library_logs
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from deploy.topology import find_place
@@ -33,7 +34,7 @@ from modalities.registry import REGISTRY
 from modalities.text import TextCodec
 from router.fetch import FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
 from router.planning import LinkOverride, MemberSelector, PlannerSettings
-from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RouterConfig, Tenant
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RateQuota, RouterConfig, Tenant
 from router.run import Pools
 
 if TYPE_CHECKING:
@@ -328,11 +329,17 @@ def _selector(end: LinkEndSection) -> MemberSelector:
 
 
 def tenants(config: ClusterConfig) -> tuple[Tenant, ...]:
-    """Returns the tenants of the cluster."""
-    sections = {name: section.model_dump() for name, section in config.tenants.items()}
-    return tuple(
-        Tenant(name=name, key_digests=section.pop("api_key_digests"), **section) for name, section in sections.items()
-    )
+    """Returns the tenants of the cluster. A tenant without a salt gets one that no other has: names have no colon, and
+    a salt that the config sets is marked by one."""
+    return tuple(_tenant(name, section) for name, section in config.tenants.items())
+
+
+def _tenant(name: str, section: TenantSection) -> Tenant:
+    fields = section.model_dump()
+    rates = RateQuota(**{each.name: fields.pop(each.name) for each in dataclasses.fields(RateQuota)})
+    digests, salt = fields.pop("api_key_digests"), fields.pop("cache_salt")
+    own_salt = name if salt is None else f":{salt}" if salt else ""
+    return Tenant(name=name, key_digests=digests, cache_salt=own_salt, rates=rates, **fields)
 
 
 def system_fingerprint(model: Model) -> str:
@@ -363,6 +370,9 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         max_in_flight=config.router.max_in_flight,
         max_prompt_tokens=config.router.max_prompt_tokens,
         tenants=tenants(config),
+        keys_file=config.access.keys_file,
+        operator_digests=config.access.operator_key_digests,
+        rate_burst_s=config.access.burst_s,
         batch_wait_s=config.router.batch_wait_s,
         tokens_per_encoder_second=config.router.tokens_per_encoder_second,
         planner=PlannerSettings(

@@ -44,6 +44,7 @@ def parse_bytes(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Device = Literal["cpu", "cuda"]
 
 
@@ -179,10 +180,28 @@ class RouterSection(Section):
     its machine. The first entry that fits a pair counts."""
 
 
-class TenantSection(Section):
-    """Describes a party that sends requests. Each limit holds in each router; without one, that of the router holds."""
+class AccessSection(Section):
+    """Says where further API keys are, besides those under `tenants`, and how quotas per minute are counted."""
 
-    api_key_digests: tuple[Annotated[str, Field(pattern="^[0-9a-f]{64}$")], ...] = ()
+    keys_file: Path | None = default_of(RouterConfig, "keys_file")
+    """Names a file with one API key per line, as its digest, its tenant and its name; `weft key new` makes such a line.
+    Routers read the file again within a second of a change. With a file, every request needs a key."""
+    operator_key_digests: tuple[Digest, ...] = default_of(RouterConfig, "operator_digests")
+    """Lists the SHA-256 digests of the keys that may read `/metrics` and `/weft`. The file may have such keys too."""
+    burst_s: float = Field(default_of(RouterConfig, "rate_burst_s"), ge=1, le=3600)
+    """A quota per minute lets through what it gives in this many seconds at once. A smaller number spreads requests
+    more evenly, and refuses more of them."""
+
+
+Rate = Annotated[float, Field(gt=0)]
+
+
+class TenantSection(Section):
+    """Describes a party that sends requests. Without a limit, that of the router holds. Quotas per minute and
+    `max_in_flight` hold for all routers together, each of which gives its part; the other limits hold in each
+    router."""
+
+    api_key_digests: tuple[Digest, ...] = ()
     """Lists the SHA-256 digests of the tenant's API keys (`printf %s KEY | sha256sum`). A request with one of these
     keys in `Authorization: Bearer KEY` is this tenant's. One tenant may have none: it sends the requests without a
     key."""
@@ -195,13 +214,20 @@ class TenantSection(Section):
     """Refuses requests whose first token is predicted later than this (429), where a request states no deadline of its
     own."""
     max_in_flight: int | None = Field(None, ge=1)
-    """Limits the requests of the tenant that are admitted and have not ended."""
+    """Limits the requests of the tenant that are admitted and have not ended, in all routers together."""
     max_bodies_bytes: Bytes | None = None
     """Limits the bodies of the tenant's requests in flight together."""
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Limits the prompt tokens of the tenant's requests in flight together."""
-    cache_salt: str = Field(default_of(Tenant, "cache_salt"), max_length=256)
-    """Keeps the tenant's caches apart from those of others: it is put before the `cache_salt` of each request."""
+    cache_salt: str | None = Field(None, max_length=256)
+    """Keeps the tenant's caches apart from those of others: it is put before the `cache_salt` of each request. With
+    none, the tenant has caches of its own; tenants with the same salt share theirs, also those with an empty one."""
+    requests_per_minute: Rate | None = None
+    """Limits the requests of the tenant per minute; a further one is answered 429."""
+    tokens_per_minute: Rate | None = None
+    """Limits the tokens of the tenant's prompts and answers per minute."""
+    media_seconds_per_minute: Rate | None = None
+    """Limits the length of the tenant's sounds and videos per minute; pictures have none."""
 
 
 def _check_modality(name: str) -> str:
@@ -504,6 +530,7 @@ class ClusterConfig(Section):
     workers: WorkerSection = WorkerSection()
     ray: RaySection = RaySection()
     logging: LoggingSection = LoggingSection()
+    access: AccessSection = AccessSection()
     tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], TenantSection] = Field(
         {}, max_length=256
     )
@@ -516,14 +543,18 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _check_tenants(self) -> ClusterConfig:
         keyless = [name for name, each in self.tenants.items() if not each.api_key_digests]
-        if len(keyless) > 1:
+        if len(keyless) > 1 and self.access.keys_file is None:
             raise ValueError(
                 f"the tenants {', '.join(keyless)} have no api_key_digests, but only one tenant may send requests "
-                "without a key"
+                "without a key, unless access.keys_file has their keys"
             )
         digests = [digest for each in self.tenants.values() for digest in each.api_key_digests]
         if len(digests) != len(set(digests)):
             raise ValueError("two tenants have the same digest in api_key_digests; each key belongs to one tenant")
+        if set(digests) & set(self.access.operator_key_digests):
+            raise ValueError(
+                "access.operator_key_digests has a digest of a tenant; a line of access.keys_file may give both roles"
+            )
         if ANONYMOUS.name in self.tenants and self.tenants[ANONYMOUS.name].api_key_digests:
             raise ValueError(f"the tenant {ANONYMOUS.name} sends requests without a key; give it another name")
         return self

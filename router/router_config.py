@@ -23,6 +23,26 @@ OTHER_ENCODE_TIMEOUT_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
+class RateQuota:
+    """A `RateQuota` says what an API key or a tenant may use per minute, in all routers together. None sets no
+    limit."""
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    """Counts the tokens of prompts, cached ones included, and those of answers."""
+    media_seconds_per_minute: float | None = None
+    """Counts the length of sounds and videos; a picture has none."""
+
+    @property
+    def is_unlimited(self) -> bool:
+        limits = (self.requests_per_minute, self.tokens_per_minute, self.media_seconds_per_minute)
+        return all(limit is None for limit in limits)
+
+
+NO_RATES = RateQuota()
+
+
+@dataclass(frozen=True, slots=True)
 class Tenant:
     """A `Tenant` is a party that sends requests, with its share of the cluster and its budgets in each router. A budget
     of None is that of the router."""
@@ -38,10 +58,13 @@ class Tenant:
     ttft_deadline_ms: int | None = None
     """Applies to requests that state no deadline of their own for their first token."""
     max_in_flight: int | None = None
+    """Limits the requests in flight in all routers together; each of N routers takes one part in N, at least 1."""
     max_bodies_bytes: int | None = None
     max_prompt_tokens: int | None = None
     cache_salt: str = ""
-    """Keeps the tenant's caches apart from those of others; it precedes the salt of a request."""
+    """Keeps the tenant's caches apart from those of others; it precedes the salt of a request. Tenants with the same
+    salt share their caches."""
+    rates: RateQuota = NO_RATES
 
 
 ANONYMOUS = Tenant()
@@ -76,6 +99,12 @@ class RouterConfig:
     """Limits the prompt tokens of all requests in flight together."""
     tenants: tuple[Tenant, ...] = ()
     """Lists the tenants; without any, all requests are those of one anonymous tenant, and no key is asked for."""
+    keys_file: Path | None = None
+    """Names a file with further API keys, which is read again when it changes; with one, every request needs a key."""
+    operator_digests: tuple[str, ...] = ()
+    """Holds the SHA-256 digests of the keys that may read metrics and the records of all requests."""
+    rate_burst_s: float = 60.0
+    """A quota per minute lets through what it gives in this time at once."""
     batch_wait_s: float = 60.0
     """A request of the class `batch` that has waited this long counts as interactive."""
     tokens_per_encoder_second: float = 10_000.0

@@ -45,19 +45,20 @@ from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.peer_feed import PeerFeed
 from router.planning import ClusterState, SavedCosts
-from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest
-from router.router_config import Policy, RouterConfig, Tenant
+from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest, media_seconds
+from router.router_config import Policy, RouterConfig
 from router.run import (
     Admission,
+    Caller,
     CapacityGate,
     ChoiceOutput,
     DegradationPolicy,
+    KeyBook,
     Pools,
     RequestRun,
     RequestStream,
     RequestTerms,
     RouterContext,
-    TenantBook,
     TenantLedger,
     Ticket,
 )
@@ -89,7 +90,7 @@ class RouterService:
         self.traces = TraceRing(config.max_traces)
         self.wall_time = wall_time
         self.admission = Admission(config, clock)
-        self.tenants = TenantBook(config.tenants)
+        self.keys = KeyBook(config.tenants, clock, config.keys_file, config.operator_digests)
         shape = prompt_builder.family.shape
         self._codec = prompt_builder.codec
         self._prompt_builder = prompt_builder
@@ -166,10 +167,12 @@ class RouterService:
     def update_members(self, members: Sequence[Member]) -> None:
         """Takes the directory's current list of members. New members get a heartbeat, which subscribes this router to
         them, and later a request for a snapshot of what they hold. For members that left, the connection and the metric
-        series are removed, and open calls end as lost. Requests that wait for members are then checked again."""
+        series are removed, and open calls end as lost. Requests that wait for members are then checked again. Quotas of
+        keys and tenants are divided among the routers that are there."""
         self._members = tuple(members)
         self._cluster_metrics.update_members(members)
         self._peer_feed.update_members(members)
+        self.admission.share(sum(each.kind == "router" for each in members))
         for address in self.search.update_members(members):
             self._context.plane.forget(address)
         self._take_members()
@@ -277,8 +280,9 @@ class RouterService:
 
     # ------------------------------------------------------------ requests
 
-    def count_refusal(self, tenant: Tenant | None, error: WeftError) -> None:
-        """Counts a request that was refused before it had a trace; the tenant is None if its key is unknown."""
+    def count_refusal(self, caller: Caller | None, error: WeftError) -> None:
+        """Counts a request that was refused before it had a trace; the caller is None if its key is unknown."""
+        tenant = None if caller is None else caller.tenant
         metrics = self._context.metrics
         metrics.requests.labels(error.code).inc()
         name, service_class = ("unknown", "unknown") if tenant is None else (tenant.name, tenant.service_class)
@@ -305,7 +309,8 @@ class RouterService:
         assert ticket is not None
         trace = self._trace(ticket.request_id, request, label)
         admitted_at_s = self._context.clock.now()
-        terms = RequestTerms.of(request, ticket.tenant, self.config.batch_wait_s, admitted_at_s)
+        terms = RequestTerms.of(request, ticket.caller, self.config.batch_wait_s, admitted_at_s)
+        terms = terms._replace(spend_tokens=ticket.spend_tokens)
         trace.note(tenant=ticket.tenant.name, service_class=terms.service_class)
         try:
             if request.has_media:
@@ -315,7 +320,8 @@ class RouterService:
             read_at_s = self._context.clock.now()
             trace.add("read", from_s=admitted_at_s)
             prompt = await self._prompt_builder.plan(draft)
-            ticket.take_tokens(len(prompt.token_ids))
+            modality_to_s = media_seconds(draft.media)
+            ticket.take_prompt(len(prompt.token_ids), sum(modality_to_s.values()))
             trace.add("prompted", from_s=read_at_s)
         except (Exception, asyncio.CancelledError) as error:
             # This is the top of a request that has no task yet; the HTTP server's loop logs what is not a WeftError.
@@ -325,6 +331,8 @@ class RouterService:
             raise
         trace.note(**prompt.facts, ignored=prompt.ignored_fields)
         self._observe_media(draft, prompt)
+        caller = ticket.caller
+        self._context.metrics.usage.observe_media(caller.tenant.name, caller.key_name, modality_to_s)
         return self._launch(draft, prompt, trace, terms, admitted_at_s, own, news)
 
     def _launch(
@@ -464,5 +472,7 @@ class FetchLog:
 
 
 def salted(request: R, salt: str) -> R:
-    """Returns the request with its tenant's salt before its own, so that no tenant shares the caches of another."""
-    return request.model_copy(update={"cache_salt": f"{salt}/{request.cache_salt or ''}"}) if salt else request
+    """Returns the request with its tenant's salt before its own, so that no tenant shares the caches of another. The
+    length of the tenant's salt comes first, so that no salt that a client chooses reaches the caches of another."""
+    own = request.cache_salt or ""
+    return request.model_copy(update={"cache_salt": f"{len(salt)}:{salt}/{own}"}) if salt or own else request

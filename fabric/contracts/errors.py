@@ -10,9 +10,11 @@
     │   ├── ContextLengthExceeded     the prompt (+ output) is longer than the context
     │   ├── BodyTooLarge
     │   ├── ModelNotFound
-    │   └── Unauthorized
+    │   ├── Unauthorized
+    │   └── Forbidden                 the API key is known, but it may not do this
     ├── Busy                      the request may work later; Retry-After is sent
     │   ├── Overloaded                a budget is full
+    │   ├── RateLimited               the key or its tenant has used up a quota per minute
     │   ├── DeadlineOutOfReach        the first token would come too late, so nothing was spent on the request
     │   ├── MachineBusy               work was not done in time because the machine did not get to it
     │   └── WorkerBackedUp            an encoder holds more for the named worker than its share; another may take it
@@ -147,12 +149,23 @@ class ModelNotFound(RequestRefused):
 
 
 class Unauthorized(RequestRefused):
-    """The API key is missing, or belongs to none of the tenants in the config.
+    """The API key is missing, or is none of those that this cluster knows.
 
-    Send the key as `Authorization: Bearer KEY`. The operator adds the digest of a key under `tenants`.
+    Send the key as `Authorization: Bearer KEY`. The operator adds the digest of a key to `access.keys_file` or under
+    `tenants` (docs/access.md).
     """
 
     code = "invalid_api_key"
+
+
+class Forbidden(RequestRefused):
+    """The API key is known, but it may not do this: metrics and records of requests need an operator's key, and
+    answers need the key of a tenant.
+
+    Send a key with the right role; docs/access.md says how an operator makes one.
+    """
+
+    code = "permission_denied"
 
 
 class Busy(WeftError):
@@ -167,6 +180,15 @@ class Overloaded(Busy):
     """
 
     code = "overloaded"
+
+
+class RateLimited(Busy):
+    """The API key or its tenant has used up what it may use in a minute: requests, tokens, or seconds of media.
+
+    Send the request again after the time in `Retry-After`. The headers `x-ratelimit-*` say what is left.
+    """
+
+    code = "rate_limit_exceeded"
 
 
 class DeadlineOutOfReach(Busy):

@@ -24,6 +24,7 @@ from fabric.contracts import (
     EncoderLost,
     EngineFailed,
     FeatureMismatch,
+    Forbidden,
     InvalidMedia,
     InvalidRequest,
     LeaseLost,
@@ -33,6 +34,7 @@ from fabric.contracts import (
     NoCapacity,
     Overloaded,
     ProtocolError,
+    RateLimited,
     TargetGone,
     TransferFailed,
     Unauthorized,
@@ -63,7 +65,9 @@ ERROR_TO_STATUS: dict[type[WeftError], int] = {
     BodyTooLarge: 413,
     ModelNotFound: 404,
     Unauthorized: 401,
+    Forbidden: 403,
     Overloaded: 429,
+    RateLimited: 429,
     DeadlineOutOfReach: 429,
     MachineBusy: 503,
     WorkerBackedUp: 503,
@@ -124,7 +128,9 @@ def http_error(error: WeftError, default_retry_after_s: float = 1.0) -> HttpErro
         headers["www-authenticate"] = "Bearer"
     if status in (429, 503):
         wait_s = default_retry_after_s if error.retry_after_s is None else error.retry_after_s
-        headers["retry-after"] = str(max(1, math.ceil(min(MAX_RETRY_AFTER_S, wait_s))))
+        wait_s = min(MAX_RETRY_AFTER_S, wait_s)
+        headers["retry-after"] = str(max(1, math.ceil(wait_s)))
+        headers["retry-after-ms"] = str(max(1, math.ceil(wait_s * 1000)))
     elif status >= 500 and not error.retryable:
         headers["x-should-retry"] = "false"
     return HttpError(status, msgspec.json.encode({"error": error_object(error)}), headers)

@@ -9,7 +9,6 @@ The module makes no decisions, and knows nothing of workers or attempts.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
@@ -37,6 +36,7 @@ from router.api import (
     text_answer,
     tokens_answer,
 )
+from router.edge.access import CLIENT_LABEL, AccessControl, caller_of
 from router.edge.answers import AnswerTools, AnswerWriter
 from router.edge.connection import (
     AccessLog,
@@ -52,12 +52,9 @@ from router.edge.event_stream import EventStream
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
 from router.edge.tickets import Tickets
 from router.observe import Found, RequestFilter
-from router.router_config import Tenant
-from router.run import JoinedStreams, RequestStream
+from router.run import JoinedStreams, RequestStream, check_tenant
 from router.service import RouterService
 
-CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
-"""Matches a client's `x-request-id` that may be echoed: it has no spaces and no control characters."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EMBEDDED_AT_ONCE = 16
 """A request for many embeddings has this many of them computed at once, so that it leaves places to others."""
@@ -90,6 +87,7 @@ def create_app(service: RouterService) -> FastAPI:
         app.add_route(path, handler, methods=[method])
     app.add_exception_handler(HTTPException, route_error)
     app.add_exception_handler(Exception, internal_error)
+    app.add_middleware(AccessControl, service=service)
     app.add_middleware(AccessLog)
     return app
 
@@ -161,12 +159,12 @@ class HttpEdge:
         in flight, reads the body, and leaves the rest to `answer`, which also returns the tickets."""
         service, arrived_s = self._service, asyncio.get_running_loop().time()
         label = client_label(request)
-        tenant: Tenant | None = None
+        caller = caller_of(request.scope)
         try:
-            tenant = service.tenants.find(api_key(request))
-            ticket = service.admission.admit(tenant)
+            check_tenant(caller)
+            ticket = service.admission.admit(caller)
         except WeftError as error:
-            service.count_refusal(tenant, error)
+            service.count_refusal(caller, error)
             return self._refusal(request, error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
         begin_request(request.scope, ticket.request_id, label)
         headers = {"x-request-id": label or ticket.request_id, "x-weft-request-id": ticket.request_id}
@@ -175,7 +173,7 @@ class HttpEdge:
             try:
                 body = await read_body(request.scope, request.receive, service.config.max_body_bytes, ticket.grow)
             except WeftError as error:
-                service.count_refusal(tenant, error)
+                service.count_refusal(caller, error)
                 return self._refusal(request, error, headers, is_body_unread=True)
             undo.pop_all()
         return await answer(Opened(body, Tickets(ticket), headers, arrived_s))
@@ -267,7 +265,7 @@ class HttpEdge:
         usages: list[Usage] = []
         for first in range(0, len(requests), EMBEDDED_AT_ONCE):
             part = requests[first : first + EMBEDDED_AT_ONCE]
-            tickets = opened.tickets if first == 0 else Tickets(service.admission.admit(opened.tickets.first.tenant))
+            tickets = opened.tickets if first == 0 else Tickets(service.admission.admit(opened.tickets.first.caller))
             try:
                 stream = await self._open(Asked(part, False), tickets, label)
                 with closing(stream):
@@ -454,12 +452,6 @@ def client_label(request: Request) -> str | None:
     """Returns the client's own `x-request-id`, if it is fit to be repeated. It is never an internal id."""
     label = request.headers.get("x-request-id", "")
     return label if CLIENT_LABEL.fullmatch(label) else None
-
-
-def api_key(request: Request) -> str | None:
-    """Returns the key that the client sent, or None if it sent none."""
-    scheme, _, key = request.headers.get("authorization", "").partition(" ")
-    return key.strip() or None if scheme.lower() == "bearer" else None
 
 
 def echo(request: Request) -> dict[str, str]:

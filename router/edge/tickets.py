@@ -17,8 +17,8 @@ class Tickets:
         self._others: list[Ticket] = []
 
     def add(self, admission: Admission) -> Ticket:
-        """Takes and returns a further ticket of the same tenant. Raises Overloaded or Draining."""
-        ticket = admission.admit(self.first.tenant)
+        """Takes and returns a further ticket of the same caller. Raises Overloaded, RateLimited or Draining."""
+        ticket = admission.admit(self.first.caller)
         self._others.append(ticket)
         return ticket
 

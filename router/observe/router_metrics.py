@@ -33,6 +33,7 @@ from fabric.contracts import (
 )
 from fabric.transport import Plane
 from router.observe.explained_request import StageTime
+from router.observe.usage_series import UsageSeries
 from router.planning import ClusterState
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -55,6 +56,7 @@ class RouterMetrics:
         self._add_media()
         self._add_admission()
         self._add_tokens()
+        self.usage = UsageSeries(self.registry)
         self._add_times()
         self._add_predictions()
 

@@ -10,7 +10,7 @@ leave out (`ItemKey`, `Losses`). The folder decodes no media, and knows nothing 
 
 from router.prompt.answer_formats import PLAIN, AnswerPlan, new_call_id
 from router.prompt.prompt_builder import Draft, Prompt, PromptBuilder, PromptRequest
-from router.prompt.request_media import NOTHING_LOST, ItemKey, Losses
+from router.prompt.request_media import NOTHING_LOST, ItemKey, Losses, media_seconds
 
 __all__ = [
     "NOTHING_LOST",
@@ -22,5 +22,6 @@ __all__ = [
     "Prompt",
     "PromptBuilder",
     "PromptRequest",
+    "media_seconds",
     "new_call_id",
 ]

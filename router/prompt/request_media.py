@@ -207,6 +207,16 @@ class ProbedMedium(NamedTuple):
     """Limits the pixels of a picture, as `MediaOptions.max_pixels` does; 0 leaves the limit to the model."""
 
 
+def media_seconds(media: Sequence[ProbedMedium]) -> dict[str, float]:
+    """Maps each modality that has a length to the seconds of its media. Pictures have none, and a sound track belongs
+    to its video."""
+    seconds: dict[str, float] = {}
+    for medium in media:
+        if isinstance(medium.header, AudioHeader | VideoHeader):
+            seconds[medium.modality] = seconds.get(medium.modality, 0.0) + medium.header.seconds
+    return seconds
+
+
 class _File(NamedTuple):
     """A `_File` is one part, decoded from its text."""
 

@@ -1,7 +1,8 @@
-"""Decides which requests a router takes, and keeps account of what they use. `TenantBook` finds the tenant of an API
-key. `Admission` limits what is in flight at once, for the whole router and for each tenant: requests, the bytes of
-their bodies, and the tokens of their prompts. A request that passes a budget is refused before work is spent on it,
-with the time after which it would fit. `TenantLedger` charges the tenants for encoder seconds and worker tokens.
+"""Decides which requests a router takes, and keeps account of what they use. `Admission` limits what is in flight at
+once, for the whole router, for each tenant and for each API key: requests, the bytes of their bodies, and the tokens of
+their prompts; and it asks the `RateLimiter` about quotas per minute. A request that passes a budget is refused before
+work is spent on it, with the time after which it would fit. `TenantLedger` charges the tenants for encoder seconds and
+worker tokens.
 
 A part of each budget is kept for requests without media, so that slow encoders and large files never keep text out. The
 module knows nothing of HTTP, and nothing of members: `CapacityGate` lets admitted requests wait for those.
@@ -9,17 +10,17 @@ module knows nothing of HTTP, and nothing of members: `CapacityGate` lets admitt
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
-from fabric.contracts import Clock, DeadlineOutOfReach, Draining, Overloaded, RequestId, Unauthorized, mint_request_id
+from fabric.contracts import Clock, DeadlineOutOfReach, Draining, Overloaded, RateLimited, RequestId, mint_request_id
 from router.api import GenerationFields
 from router.observe import RouterMetrics
 from router.planning import RoutePlan, Standing, TenantShares
 from router.router_config import ANONYMOUS, RouterConfig, Tenant
+from router.run.key_book import NO_CALLER, Caller
+from router.run.rate_limits import RateLimiter
 
 SMALL_BODY_BYTES = 64 * 1024
 """The router takes a body of at most this size for that of a text, although a small picture may have one too."""
@@ -32,60 +33,37 @@ BATCH_PRIORITY = 2**32
 first there. It is larger than the range of the priorities that clients may set."""
 
 
-# ------------------------------------------------------------ tenants
-
-
-class TenantBook:
-    """Finds the tenant of an API key. The keys themselves are nowhere in the process: it compares digests, and each
-    look-up compares with the digests of all tenants, in a time that does not depend on how much of one matches."""
-
-    def __init__(self, tenants: Iterable[Tenant]) -> None:
-        self._tenants = tuple(tenants) or (ANONYMOUS,)
-        self._keyless = next((each for each in self._tenants if not each.key_digests), None)
-        self._is_open = self._tenants == (ANONYMOUS,)
-
-    def find(self, key: str | None) -> Tenant:
-        """Returns the tenant of a request with this key. Without configured tenants, every request belongs to
-        `ANONYMOUS`, with any key or with none. Raises Unauthorized if the key belongs to no tenant, or if a key is
-        missing and every tenant has one."""
-        if self._is_open:
-            return ANONYMOUS
-        if key is None:
-            if self._keyless is None:
-                raise Unauthorized("an API key is required; send it as `Authorization: Bearer KEY`")
-            return self._keyless
-        digest = hashlib.sha256(key.encode()).hexdigest()
-        found: Tenant | None = None
-        for tenant in self._tenants:
-            for known in tenant.key_digests:
-                if hmac.compare_digest(digest, known):
-                    found = tenant
-        if found is None:
-            raise Unauthorized("the API key belongs to none of the tenants of this cluster")
-        return found
+# ------------------------------------------------------------ terms
 
 
 class RequestTerms(NamedTuple):
     """The `RequestTerms` say how urgent a request is and whose it is."""
 
-    tenant: Tenant
+    caller: Caller
     is_batch: bool
     ages_at_s: float
     """From this time on the router's clock, a request of the class `batch` counts as interactive."""
     first_token_by_s: float | None
     """This is the request's deadline for its first token, on the router's clock; None if it has none."""
+    spend_tokens: Callable[[int], None] = lambda _: None
+    """Takes tokens of the answer from the caller's quota."""
 
     @classmethod
-    def of(cls, fields: GenerationFields, tenant: Tenant, batch_wait_s: float, now: float) -> RequestTerms:
+    def of(cls, fields: GenerationFields, caller: Caller, batch_wait_s: float, now: float) -> RequestTerms:
         """Returns the terms of a request that arrived at `now`."""
+        tenant = caller.tenant
         own_ms = None if fields.weft is None else fields.weft.ttft_deadline_ms
         deadline_ms = tenant.ttft_deadline_ms if own_ms is None else own_ms
         return cls(
-            tenant,
+            caller,
             is_batch=tenant.service_class == "batch" or fields.service_tier == "flex",
             ages_at_s=now + batch_wait_s,
             first_token_by_s=None if deadline_ms is None else now + deadline_ms / 1000,
         )
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.caller.tenant
 
     @property
     def service_class(self) -> str:
@@ -172,6 +150,11 @@ class Admission:
             )
             for each in (ANONYMOUS, *config.tenants)  # A configured tenant may have the same name.
         }
+        self._name_to_most = {each.name: each.max_in_flight for each in config.tenants}
+        self._num_routers = 1
+        self._key_to_requests: dict[str, UsageLimit] = {}
+        """Holds the keys that have a limit of their own and requests in flight."""
+        self.rates = RateLimiter(config.rate_burst_s, clock)
         self._with_media = UsageLimit(config.max_in_flight - config.max_in_flight // TEXT_SHARE_OF_PLACES)
         self._when_empty: list[Callable[[], None]] = []
         self.is_closed = False
@@ -194,11 +177,23 @@ class Admission:
         self._when_empty.append(when_empty)
         self._tell_when_empty()
 
-    def admit(self, tenant: Tenant = ANONYMOUS) -> Ticket:
-        """Returns a ticket with a new request id. Raises Overloaded if too many requests are in flight, or Draining
-        once it is closed."""
+    def share(self, num_routers: int) -> None:
+        """Sets the number of routers among which the quotas of keys and tenants, and their limits of requests in
+        flight, are divided."""
+        self._num_routers = max(1, num_routers)
+        self.rates.share(self._num_routers)
+        for name, most in self._name_to_most.items():
+            self._tenants[name].requests.limit = self._part_of(most)
+
+    def _part_of(self, limit: int | None) -> int | None:
+        return None if limit is None else max(1, limit // self._num_routers)
+
+    def admit(self, caller: Caller = NO_CALLER) -> Ticket:
+        """Returns a ticket with a new request id. Raises Overloaded if too many requests are in flight, RateLimited if
+        the caller has used up a quota, or Draining once it is closed."""
         if self.is_closed:
             raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
+        tenant = caller.tenant
         router, own = self._router.requests, self._tenants[tenant.name].requests
         if router.lacks(1):
             message = f"{router.used} requests are in flight, and this router takes at most {router.limit}"
@@ -206,9 +201,19 @@ class Admission:
         if own.lacks(1):
             message = f"{own.used} requests of the tenant {tenant.name} are in flight, which may have {own.limit}"
             raise self._overloaded(message, own, 1)
+        self._check_key(caller)
+        self.rates.begin(caller)
         router.take(1)
         own.take(1)
-        return Ticket(self, tenant, mint_request_id())
+        if caller.max_in_flight is not None:
+            self._key_to_requests.setdefault(caller.key_id, UsageLimit(None)).take(1)
+        return Ticket(self, caller, mint_request_id())
+
+    def _check_key(self, caller: Caller) -> None:
+        of_key, most = self._key_to_requests.get(caller.key_id), self._part_of(caller.max_in_flight)
+        if of_key is not None and most is not None and of_key.used >= most:
+            message = f"{of_key.used} requests of the key {caller.key_name} are in flight, which may have {most}"
+            raise self._overloaded(f"{message} at this router", of_key, 1)
 
     def take_bytes(self, ticket: Ticket, num_bytes: int) -> None:
         """Counts bytes of a body; tickets call it. Raises Overloaded if all bodies together exceed a budget."""
@@ -228,9 +233,10 @@ class Admission:
         router.take(num_bytes)
         own.take(num_bytes)
 
-    def take_tokens(self, ticket: Ticket, num_tokens: int) -> None:
-        """Counts the tokens of a prompt; tickets call it. Raises Overloaded if all prompts together exceed a budget,
-        unless nothing else is in flight that could be waited for."""
+    def take_prompt(self, ticket: Ticket, num_tokens: int, media_s: float) -> None:
+        """Counts the tokens of a prompt and the seconds of its media; tickets call it. Raises Overloaded if all prompts
+        together exceed a budget, unless nothing else is in flight that could be waited for, and RateLimited if the
+        caller's quota has no room; the request then counts for no quota."""
         router, own = self._router.tokens, self._tenants[ticket.tenant.name].tokens
         for budget, whose in ((router, "this router takes"), (own, f"the tenant {ticket.tenant.name} may have")):
             if budget.used and (lacking := budget.lacks(num_tokens)):
@@ -239,6 +245,11 @@ class Admission:
                     f"{budget.limit}"
                 )
                 raise self._overloaded(message, budget, lacking)
+        try:
+            self.rates.take_prompt(ticket.caller, num_tokens, media_s)
+        except RateLimited:
+            self.rates.undo_begin(ticket.caller)
+            raise
         router.take(num_tokens)
         own.take(num_tokens)
 
@@ -262,6 +273,11 @@ class Admission:
             budgets.tokens.give_back(ticket.num_tokens, now)
         if ticket.has_media:
             self._with_media.give_back(1, now)
+        of_key = self._key_to_requests.get(ticket.caller.key_id)
+        if of_key is not None and ticket.caller.max_in_flight is not None:
+            of_key.give_back(1, now)
+            if not of_key.used:
+                del self._key_to_requests[ticket.caller.key_id]
         self._tell_when_empty()
 
     def _overloaded(self, message: str, budget: UsageLimit, lacking: int) -> Overloaded:
@@ -277,12 +293,13 @@ class Ticket:
     """A `Ticket` is a request's place among those in flight, with what it takes of the budgets. The request holds it
     until `release`, which may be called twice."""
 
-    def __init__(self, admission: Admission, tenant: Tenant, request_id: RequestId) -> None:
+    def __init__(self, admission: Admission, caller: Caller, request_id: RequestId) -> None:
         self.request_id = request_id
-        self.tenant = tenant
+        self.caller = caller
         self.num_bytes = 0
         self.num_tokens = 0
         self.has_media = False
+        self._rates = admission.rates
         self._admission: Admission | None = admission
 
     def grow(self, num_bytes: int) -> None:
@@ -290,10 +307,19 @@ class Ticket:
         self._open_admission().take_bytes(self, num_bytes)
         self.num_bytes += num_bytes
 
-    def take_tokens(self, num_tokens: int) -> None:
-        """Counts the tokens of the request's prompt. Raises Overloaded if all prompts together exceed a budget."""
-        self._open_admission().take_tokens(self, num_tokens)
+    @property
+    def tenant(self) -> Tenant:
+        return self.caller.tenant
+
+    def take_prompt(self, num_tokens: int, media_s: float = 0.0) -> None:
+        """Counts the tokens of the request's prompt, and the seconds of its sounds and videos. Raises Overloaded if all
+        prompts together exceed a budget, and RateLimited if a quota of the caller has no room."""
+        self._open_admission().take_prompt(self, num_tokens, media_s)
         self.num_tokens += num_tokens
+
+    def spend_tokens(self, num_tokens: int) -> None:
+        """Takes tokens of the answer from the caller's quota; this also works after `release`."""
+        self._rates.spend_tokens(self.caller, num_tokens)
 
     def enter_media(self) -> None:
         """Notes that the request has media. Raises Overloaded if only places for text are left."""

@@ -46,6 +46,7 @@ from router.run.admission import AttemptUsage, RequestTerms
 from router.run.attempt import Attempt
 from router.run.context import CapacityGate, RouterContext
 from router.run.failures import DegradationPolicy, Setbacks
+from router.run.key_book import Caller
 from router.run.request_output import RequestStream
 from router.run.turn import Turn
 
@@ -141,6 +142,7 @@ class RequestRun:
             if not before:
                 self._context.cluster.note_first_token(attempt.attempt_id, self._context.clock.now())
             self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)
+            self._turn.terms.spend_tokens(choice.num_tokens - before)
         if choice.num_tokens > before or choice.is_finished:
             self.stream.write(frame.choice, text)
         if choice.is_cut:
@@ -211,7 +213,7 @@ class RequestRun:
             self._is_concluded = True
             self._turn.leave()
             self.stream.fail(Aborted("the request was cancelled"))
-            self._account.close(self._prompt)
+            self._account.close(self._prompt, self._turn.terms.caller)
             self._count_refusal()
             self._on_end()
 
@@ -360,7 +362,9 @@ class RequestRun:
         usage = AttemptUsage(
             num_computed, num_generated, attempt.encoder_s, len(self.stream.choices), is_complete=result is not None
         )
-        self._context.ledger.settle(self._turn.terms.tenant.name, charge, usage)
+        caller = self._turn.terms.caller
+        self._context.ledger.settle(caller.tenant.name, charge, usage)
+        self._context.metrics.usage.encoder_s.labels(caller.tenant.name, caller.key_name).inc(attempt.encoder_s)
 
     @property
     def _num_sent(self) -> int:
@@ -428,8 +432,8 @@ class Account:
             modality_to_tokens=prompt.modality_to_tokens,
         )
 
-    def close(self, prompt: Prompt) -> None:
-        """Records the end of the request in the metrics and in the trace."""
+    def close(self, prompt: Prompt, caller: Caller) -> None:
+        """Records the end of the request in the metrics, also those of its caller, and in the trace."""
         now = self._context.clock.now()
         metrics, usage, error = self._context.metrics, self._stream.usage, self._stream.error
         first = self._first_token_at_s
@@ -441,10 +445,12 @@ class Account:
             first_token_s=None if first is None else first - self._admitted_at_s,
         )
         metrics.observe_request(code, timing)
+        num_generated = sum(choice.num_tokens for choice in self._stream.choices)
+        num_cached = 0 if usage is None else usage.num_cached_tokens
         metrics.prompt_tokens.inc(len(prompt.token_ids))
-        metrics.completion_tokens.inc(sum(choice.num_tokens for choice in self._stream.choices))
-        if usage is not None:
-            metrics.prefix_hit_tokens.inc(usage.num_cached_tokens)
+        metrics.completion_tokens.inc(num_generated)
+        metrics.prefix_hit_tokens.inc(num_cached)
+        metrics.usage.observe(caller.tenant.name, caller.key_name, len(prompt.token_ids), num_cached, num_generated)
         self._trace.add("aborted" if isinstance(error, Aborted) else "finished", code=code)
         self._trace.note(
             outcome=code,

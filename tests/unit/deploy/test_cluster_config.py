@@ -16,7 +16,7 @@ from fabric.contracts import ConfigError
 from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from router.planning import LinkClass, LinkOverride, MemberSelector
-from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, Tenant
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RateQuota, Tenant
 
 
 def problems(text: str) -> list[str]:
@@ -67,13 +67,22 @@ DIGEST = "ab" * 32
 
 
 def test_tenants_reach_the_router() -> None:
-    shop_keys = f"api_key_digests: [{DIGEST}], weight: 2, max_bodies_bytes: 1MiB, cache_salt: s"
+    shop_keys = f"api_key_digests: [{DIGEST}], weight: 2, max_bodies_bytes: 1MiB, cache_salt: s, tokens_per_minute: 90"
     config, found = check_config(f"tenants: {{shop: {{{shop_keys}}}, public: {{}}}}")
     assert found == []
     assert config is not None
-    shop = Tenant("shop", (DIGEST,), weight=2.0, max_bodies_bytes=2**20, cache_salt="s")
-    assert tenants(config) == (shop, Tenant("public"))
+    rates = RateQuota(tokens_per_minute=90.0)
+    shop = Tenant("shop", (DIGEST,), weight=2.0, max_bodies_bytes=2**20, cache_salt=":s", rates=rates)
+    assert tenants(config) == (shop, Tenant("public", cache_salt="public"))
     assert tenants(ClusterConfig()) == ()
+
+
+def test_tenants_may_have_their_keys_in_a_file_and_share_caches_if_they_say_so() -> None:
+    salts = "a: {}, b: {cache_salt: a}, c: {cache_salt: ''}, d: {cache_salt: a}"
+    config, found = check_config(f"access: {{keys_file: keys.txt}}\ntenants: {{{salts}}}")
+    assert found == []
+    assert config is not None
+    assert [each.cache_salt for each in tenants(config)] == ["a", ":a", "", ":a"]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +97,11 @@ def test_tenants_reach_the_router() -> None:
             f"tenants: {{anonymous: {{api_key_digests: [{DIGEST}]}}}}",
             "the tenant anonymous sends requests without a key",
         ),
+        (
+            f"access: {{operator_key_digests: [{DIGEST}]}}\ntenants: {{a: {{api_key_digests: [{DIGEST}]}}}}",
+            "access.operator_key_digests has a digest of a tenant",
+        ),
+        ("tenants: {a: {tokens_per_minute: 0}}", "tenants.a.tokens_per_minute"),
         ("tenants: {a: {wieght: 2}}", "tenants.a.wieght: the key is unknown; did you mean weight?"),
         ("tenants: {a: {api_key_digests: [sk-secret]}}", "tenants.a.api_key_digests.0"),
         ("tenants: {a: {weight: 0}}", "tenants.a.weight"),

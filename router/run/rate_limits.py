@@ -1,0 +1,239 @@
+"""Limits what API keys and tenants use in a minute: requests, tokens, and seconds of sound and video.
+
+`RateBucket` is the generic cell rate algorithm (ITU-T I.371): it keeps one number, the time at which everything that
+was taken is earned again. `RateLimiter` holds the buckets of all keys and tenants of one router. What a request uses is
+taken in steps: the request itself before its body is read, its prompt and media before any member is asked, and its
+answer as it is made. A step that does not fit is refused with the time after which it fits, and takes nothing.
+
+Several routers share a quota: each of N routers gives one part in N of it. The module has no clock of its own, and
+knows nothing of HTTP or of members.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from operator import itemgetter
+from typing import NamedTuple
+
+from fabric.contracts import Clock, RateLimited
+from router.router_config import RateQuota, Tenant
+from router.run.key_book import Caller
+
+SLACK_S = 1e-6
+"""An amount that is earned within this time counts as earned, so that rounding refuses nothing."""
+QUOTAS = ("requests", "tokens", "media_seconds")
+
+
+class RateBucket:
+    """A `RateBucket` lets through `per_minute` in every minute, and up to `burst_s` seconds of that at once.
+
+    In a window of `t` seconds it lets through at most `per_minute / 60 * (burst_s + t)`, as long as no amount is larger
+    than the burst and nothing is taken unasked. A larger amount passes when the bucket is full, and what was taken
+    unasked (an answer) has no limit; both are then earned before anything else passes. So the average always holds."""
+
+    def __init__(self, per_minute: float, burst_s: float) -> None:
+        self.per_minute = per_minute
+        self._burst_s = burst_s
+        self._earned_at_s = -math.inf
+        """By this time everything that was taken is earned again."""
+        self._num_sharing = 1
+
+    def share(self, num_routers: int) -> None:
+        """Sets how many routers share the quota. The time until everything is earned stays, so the share of the burst
+        that is used stays too."""
+        self._num_sharing = max(1, num_routers)
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Returns the time until `amount` would pass; 0 if it passes now."""
+        takes_s = min(amount * self._each_s, self._burst_s)
+        wait_s = max(self._earned_at_s, now) + takes_s - self._burst_s - now
+        return wait_s if wait_s > SLACK_S else 0.0
+
+    def take(self, amount: float, now: float) -> None:
+        """Takes `amount`, whether it passes or not; a negative amount gives back what was taken before."""
+        self._earned_at_s = max(self._earned_at_s, now) + amount * self._each_s
+
+    def left(self, now: float) -> float:
+        """Returns how much would pass now; 0 if more was taken than the burst."""
+        return max(0.0, self._burst_s - self.full_in_s(now)) / self._each_s
+
+    def full_in_s(self, now: float) -> float:
+        """Returns the time until everything that was taken is earned again."""
+        return max(0.0, self._earned_at_s - now)
+
+    @property
+    def _each_s(self) -> float:
+        """Returns the time in which an amount of 1 is earned at this router."""
+        return 60.0 * self._num_sharing / self.per_minute
+
+
+class QuotaState(NamedTuple):
+    """A `QuotaState` is what a response header says of one quota: the share of the whole cluster per minute, what this
+    router would let through now, and the time until the whole burst is there again."""
+
+    quota: str
+    """Names one of `QUOTAS`."""
+    per_minute: float
+    left: float
+    full_in_s: float
+
+
+class _Owner(NamedTuple):
+    """An `_Owner` is a key or a tenant with its buckets. A quota without a limit has no bucket."""
+
+    title: str
+    buckets: Mapping[str, RateBucket]
+
+
+class RateLimiter:
+    """A `RateLimiter` holds the buckets of a router: two for each quota that a caller is limited by, of its key and of
+    its tenant. A key that was removed from the file is forgotten once its buckets are full again."""
+
+    MAX_IDLE_OWNERS = 1024
+    """Owners that are idle are dropped when there are more owners than this."""
+
+    def __init__(self, burst_s: float, clock: Clock) -> None:
+        self._burst_s = burst_s
+        self._clock = clock
+        self._num_routers = 1
+        self._owners: dict[tuple[str, RateQuota], _Owner] = {}
+
+    def share(self, num_routers: int) -> None:
+        """Sets the number of routers among which every quota is divided."""
+        if num_routers != self._num_routers:
+            self._num_routers = num_routers
+            for owner in self._owners.values():
+                for bucket in owner.buckets.values():
+                    bucket.share(num_routers)
+
+    def begin(self, caller: Caller) -> None:
+        """Takes one request. Raises RateLimited if a quota of requests has no room for it, or if a quota of tokens is
+        used up already, so that no prompt is made in vain."""
+        self._check(caller, {"requests": 1, "tokens": 1})
+        self._take(caller, {"requests": 1})
+
+    def undo_begin(self, caller: Caller) -> None:
+        """Gives one request back, because it was refused later."""
+        self._take(caller, {"requests": -1})
+
+    def take_prompt(self, caller: Caller, num_tokens: int, media_s: float) -> None:
+        """Takes the tokens of a prompt and the seconds of its media. Raises RateLimited if one of them does not fit;
+        then nothing is taken."""
+        amounts = {"tokens": num_tokens, "media_seconds": media_s}
+        self._check(caller, amounts)
+        self._take(caller, amounts)
+
+    def spend_tokens(self, caller: Caller, num_tokens: int) -> None:
+        """Takes tokens of an answer, which exist already."""
+        self._take(caller, {"tokens": num_tokens})
+
+    def states(self, caller: Caller) -> list[QuotaState]:
+        """Returns the state of each quota that limits the caller. Of a key and its tenant, the one that has less left
+        counts."""
+        now = self._clock.now()
+        states: list[QuotaState] = []
+        for quota in QUOTAS:
+            own = [owner.buckets[quota] for owner in self._of(caller) if quota in owner.buckets]
+            if own:
+                least = min(own, key=lambda bucket: bucket.left(now))
+                states.append(QuotaState(quota, least.per_minute, least.left(now), least.full_in_s(now)))
+        return states
+
+    # ------------------------------------------------------------ helpers
+
+    def _check(self, caller: Caller, amounts: Mapping[str, float]) -> None:
+        """Raises RateLimited if one of the amounts does not pass. The refusal names the quota that takes longest."""
+        now = self._clock.now()
+        refusals = [
+            (wait_s, _refusal(owner.title, quota, amounts[quota], bucket, wait_s, now))
+            for owner in self._of(caller)
+            for quota, bucket in owner.buckets.items()
+            if amounts.get(quota) and (wait_s := bucket.wait_s(amounts[quota], now))
+        ]
+        if refusals:
+            raise max(refusals, key=itemgetter(0))[1]
+
+    def _take(self, caller: Caller, amounts: Mapping[str, float]) -> None:
+        now = self._clock.now()
+        for owner in self._of(caller):
+            for quota, bucket in owner.buckets.items():
+                if amount := amounts.get(quota, 0):
+                    bucket.take(amount, now)
+
+    def _of(self, caller: Caller) -> list[_Owner]:
+        """Returns the buckets of the caller's key and of its tenant, and makes those that are missing. Nothing is made
+        for what has no limit."""
+        tenant: Tenant = caller.tenant
+        wanted = [
+            (f"tenant {tenant.name}", "", tenant.rates),
+            (f"key {caller.key_name}", caller.key_id, caller.rates),
+        ]
+        owners: list[_Owner] = []
+        for title, identity, rates in wanted:
+            if rates.is_unlimited:
+                continue
+            name = (f"{title}/{identity}", rates)
+            if name not in self._owners:
+                self._drop_idle()
+                self._owners[name] = _Owner(title, self._buckets(rates))
+            owners.append(self._owners[name])
+        return owners
+
+    def _buckets(self, rates: RateQuota) -> dict[str, RateBucket]:
+        limits = {
+            "requests": rates.requests_per_minute,
+            "tokens": rates.tokens_per_minute,
+            "media_seconds": rates.media_seconds_per_minute,
+        }
+        buckets = {quota: RateBucket(limit, self._burst_s) for quota, limit in limits.items() if limit is not None}
+        for bucket in buckets.values():
+            bucket.share(self._num_routers)
+        return buckets
+
+    def _drop_idle(self) -> None:
+        if len(self._owners) >= self.MAX_IDLE_OWNERS:
+            now = self._clock.now()
+            used = {name: owner for name, owner in self._owners.items() if _is_used(owner.buckets.values(), now)}
+            self._owners = used
+
+
+def _is_used(buckets: Iterable[RateBucket], now: float) -> bool:
+    return any(bucket.full_in_s(now) > 0 for bucket in buckets)
+
+
+def _refusal(title: str, quota: str, amount: float, bucket: RateBucket, wait_s: float, now: float) -> RateLimited:
+    name = "seconds of media" if quota == "media_seconds" else quota
+    asked = f", and the request needs {amount:g}" if amount > 1 else ""
+    return RateLimited(
+        f"the {title} may use {bucket.per_minute:g} {name} per minute; {math.floor(bucket.left(now))} are left "
+        f"now{asked}; try again in {wait_s:.3g} s",
+        retry_after_s=wait_s,
+    )
+
+
+# ------------------------------------------------------------ what headers say
+
+
+def rate_headers(states: Iterable[QuotaState]) -> dict[str, str]:
+    """Returns OpenAI's `x-ratelimit-*` headers, and `x-ratelimit-*-media-seconds` in the same form."""
+    headers: dict[str, str] = {}
+    for state in states:
+        name = state.quota.replace("_", "-")
+        headers[f"x-ratelimit-limit-{name}"] = f"{state.per_minute:.0f}"
+        headers[f"x-ratelimit-remaining-{name}"] = str(math.floor(state.left + SLACK_S))
+        headers[f"x-ratelimit-reset-{name}"] = duration(state.full_in_s)
+    return headers
+
+
+def duration(seconds: float) -> str:
+    """Returns a time as OpenAI writes it: `0s`, `20ms`, `1.5s`, `6m0s`, `1h0m3s`. It is rounded up to milliseconds."""
+    num_ms = max(0, math.ceil(seconds * 1000 - 1e-6))
+    if num_ms < 1000:
+        return f"{num_ms}ms" if num_ms else "0s"
+    minutes, ms = divmod(num_ms, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    rest = f"{ms / 1000:g}s"
+    if hours:
+        return f"{hours}h{minutes}m{rest}"
+    return f"{minutes}m{rest}" if minutes else rest

@@ -1,0 +1,223 @@
+"""Tests who may use which route: every route of the app asks for a key, except those of health; pages of operators stay
+closed to tenants; quotas show in headers and are refused as OpenAI's clients expect."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from asgi_exchange import Exchange
+from router_chats import chat_body
+from starlette.routing import Route
+
+from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster
+from fabric.contracts import Member, MemberId
+from router.edge import create_app
+from router.edge.access import OPEN_PATHS
+from router.router_config import RateQuota, Tenant
+
+CHAT = "/v1/chat/completions"
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+SHOP = Tenant("shop", (digest("sk-shop"),), rates=RateQuota(requests_per_minute=2, tokens_per_minute=6000))
+KEYS: dict[str, Any] = {"tenants": (SHOP,), "operator_digests": (digest("sk-ops"),)}
+
+
+@asynccontextmanager
+async def served(**settings: Any) -> AsyncIterator[tuple[FakeCluster, httpx.AsyncClient]]:
+    async with fake_cluster(**settings) as cluster:
+        transport = httpx.ASGITransport(create_app(cluster.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+            yield cluster, client
+
+
+def code(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+async def test_every_route_but_health_asks_for_a_key() -> None:
+    async with served(**KEYS) as (cluster, client):
+        routes = [route for route in create_app(cluster.service).routes if isinstance(route, Route)]
+        assert {route.path for route in routes} >= OPEN_PATHS | {CHAT, "/metrics", "/weft/requests", "/v1/models"}
+        for route in routes:
+            path = route.path.replace("{model_id:path}", TINY_MODEL).replace("{request_id}", "req-1")
+            for method in sorted(route.methods or ()):
+                answers = [
+                    await client.request(method, path, headers=headers)
+                    for headers in ({}, bearer("sk-wrong"), bearer(digest("sk-shop")))
+                ]
+                if path in OPEN_PATHS:
+                    assert [each.status_code for each in answers] == [200] * 3, path
+                else:
+                    assert [each.status_code for each in answers] == [401] * 3, (method, path)
+                    assert all("www-authenticate" in each.headers for each in answers)
+        for path in ("/nothing", "/v1/nothing", "/health/", "//health", "/health/live/x", "/weft", "/weft/"):
+            assert code(await client.get(path)) == (401, "invalid_api_key"), path
+
+
+async def test_without_keys_everything_is_open() -> None:
+    async with served() as (_, client):
+        for path in ("/metrics", "/weft/requests", "/v1/models", "/health"):
+            assert (await client.get(path)).status_code == 200
+        answer = await client.post(CHAT, content=chat_body())
+        assert answer.status_code == 200
+        assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+
+
+async def test_tenants_see_no_metrics_and_no_records_and_operators_ask_for_no_answers() -> None:
+    async with served(**KEYS) as (cluster, client):
+        first = await client.post(CHAT, content=chat_body(), headers=bearer("sk-shop"))
+        name = first.headers["x-weft-request-id"]
+        for path in (
+            "/metrics",
+            "/weft/requests",
+            f"/weft/requests/{name}",
+            "/weft/members",
+            "/weft/prometheus-targets",
+        ):
+            refused = await client.get(path, headers=bearer("sk-shop"))
+            assert code(refused) == (403, "permission_denied")
+            assert name not in refused.text
+            assert (await client.get(path, headers=bearer("sk-ops"))).status_code == 200
+        for key in ("sk-shop", "sk-ops"):
+            assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
+        num_requests = len(cluster.workers[0].requests)
+        assert code(await client.post(CHAT, content=chat_body(), headers=bearer("sk-ops"))) == (
+            403,
+            "permission_denied",
+        )
+        assert len(cluster.workers[0].requests) == num_requests
+
+
+async def test_a_browser_may_send_an_operators_key_as_a_password_for_pages_only() -> None:
+    def basic(key: str) -> dict[str, str]:
+        return {"authorization": f"Basic {base64.b64encode(f'me:{key}'.encode()).decode()}"}
+
+    async with served(**KEYS) as (_, client):
+        asked = await client.get("/weft/requests", headers={"accept": "text/html"})
+        assert asked.status_code == 401
+        assert asked.headers["www-authenticate"].startswith("Basic ")
+        page = await client.get("/weft/requests", headers=basic("sk-ops") | {"accept": "text/html"})
+        assert page.status_code == 200
+        assert page.headers["content-type"].startswith("text/html")
+        assert code(await client.get("/weft/requests", headers=basic("sk-shop"))) == (403, "permission_denied")
+        assert code(await client.get("/v1/models", headers=basic("sk-shop"))) == (401, "invalid_api_key")
+        assert code(await client.post(CHAT, content=chat_body(), headers=basic("sk-shop"))) == (401, "invalid_api_key")
+        for broken in ("Basic", "Basic ###", "Basic /w==", "Bearer", "Bearer  "):
+            assert code(await client.get("/metrics", headers={"authorization": broken})) == (401, "invalid_api_key")
+
+
+async def test_two_keys_in_one_request_are_none() -> None:
+    async with served(**KEYS) as (_, client):
+        headers = [("authorization", "Bearer sk-shop"), ("authorization", "Bearer sk-ops")]
+        assert code(await client.get("/v1/models", headers=headers)) == (401, "invalid_api_key")
+
+
+async def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
+    async with fake_cluster(**KEYS) as cluster:
+        exchange = Exchange(create_app(cluster.service), "POST", CHAT, {"content-length": "1000000"})
+        await exchange.until(lambda: len(exchange.sent) >= 2)
+        assert exchange.status == 401
+        assert exchange.num_received == 0, "no byte of the body was asked for before the answer"
+        await exchange.feed(b"{}").ended()
+
+
+# ------------------------------------------------------------ quotas
+
+
+async def test_quotas_show_in_headers_and_are_refused_with_the_time_to_wait() -> None:
+    async with served(**KEYS) as (cluster, client):
+        first = await client.post(CHAT, content=chat_body(), headers=bearer("sk-shop"))
+        usage = first.json()["usage"]
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert first.headers["x-ratelimit-remaining-requests"] == "1"
+        assert 20 < float(first.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 30
+        left = int(first.headers["x-ratelimit-remaining-tokens"])
+        assert 6000 - usage["total_tokens"] <= left < 6000 - usage["prompt_tokens"]
+        await client.post(CHAT, content=chat_body(stream=True), headers=bearer("sk-shop"))
+        refused = await client.post(CHAT, content=chat_body(), headers=bearer("sk-shop"))
+        assert code(refused) == (429, "rate_limit_exceeded")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert "the tenant shop may use 2 requests per minute; 0 are left now" in refused.json()["error"]["message"]
+        wait_ms = int(refused.headers["retry-after-ms"])
+        assert 20_000 < wait_ms <= 30_000
+        assert int(refused.headers["retry-after"]) == -(-wait_ms // 1000)
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert len(cluster.workers[0].requests) == 2
+
+
+async def test_streams_have_the_headers_and_other_routes_have_not() -> None:
+    async with served(**KEYS) as (_, client):
+        stream = await client.post(CHAT, content=chat_body(stream=True), headers=bearer("sk-shop"))
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        assert stream.headers["x-ratelimit-remaining-requests"] == "1"
+        listed = await client.get("/v1/models", headers=bearer("sk-shop"))
+        assert not [name for name in listed.headers if name.startswith("x-ratelimit")]
+
+
+async def test_routers_of_the_directory_share_a_quota() -> None:
+    async with served(**KEYS) as (cluster, client):
+        one = Member(MemberId("router-a"), "router", "local://a", "host-0", 1)
+        two = Member(MemberId("router-b"), "router", "local://b", "host-0", 1)
+        members = [*(each.member for each in (*cluster.workers, *cluster.encoders)), one, two]
+        cluster.service.update_members(members)
+        statuses = [
+            (await client.post(CHAT, content=chat_body(), headers=bearer("sk-shop"))).status_code for _ in range(2)
+        ]
+        assert statuses == [200, 429]
+        cluster.service.update_members(members[:-1])
+        answer = await client.post(CHAT, content=chat_body(), headers=bearer("sk-shop"))
+        assert answer.status_code == 429, "the burst that was used stays used"
+
+
+async def test_usage_is_counted_by_tenant_and_key() -> None:
+    async with served(**KEYS) as (cluster, client):
+        answer = await client.post(CHAT, content=chat_body(), headers=bearer("sk-shop"))
+        usage = answer.json()["usage"]
+        labels = {"tenant": "shop", "key": digest("sk-shop")[:8]}
+        registry = cluster.service.metrics.registry
+
+        def total(name: str) -> float | None:
+            return registry.get_sample_value(f"weft_router_usage_{name}_total", labels)
+
+        assert total("requests") == 1
+        assert total("prompt_tokens") == usage["prompt_tokens"]
+        assert total("completion_tokens") == usage["completion_tokens"]
+        assert total("cached_tokens") == 0
+        assert total("encoder_seconds") == 0
+
+
+@pytest.mark.parametrize(
+    ("tenants", "salts"),
+    [
+        ((("shop", "shop"), ("bank", "bank")), ("4:shop/", "4:bank/")),
+        ((("shop", "a"), ("bank", "a/b")), ("1:a/b/x", "3:a/b/x")),
+        ((("shop", ""), ("bank", "shop")), ("0:/shop/", "4:shop/")),
+    ],
+)
+async def test_no_tenant_reaches_the_caches_of_another(
+    tenants: tuple[tuple[str, str], tuple[str, str]], salts: tuple[str, str]
+) -> None:
+    """The client of each tenant sends the salt that would bring it nearest to the other's."""
+    configured = tuple(Tenant(name, (digest(name),), cache_salt=salt) for name, salt in tenants)
+    own = {"4:shop/": None, "4:bank/": None, "1:a/b/x": "b/x", "3:a/b/x": "x", "0:/shop/": "shop/"}
+    async with served(tenants=configured) as (cluster, client):
+        for (name, _), salt in zip(tenants, salts, strict=True):
+            body = chat_body(cache_salt=own[salt])
+            assert (await client.post(CHAT, content=body, headers=bearer(name))).status_code == 200
+        sent = [request.cache_salt for request in cluster.workers[0].requests]
+        assert sent == list(salts)
+        assert len(set(sent)) == 2
