@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -24,6 +25,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from deploy.config import ClusterConfig
+from deploy.tls import TlsFiles, TlsRenewal
 from fabric.contracts import ConfigError, EncoderReport, WorkerReport
 from router.observe import report_exposition
 
@@ -36,6 +39,8 @@ MAX_HEADER_BYTES = 64 * 1024
 MAX_SMALL_CHUNKS = 4096
 """Limits the number of chunks of a body. Each chunk takes the parser about five microseconds, so a body of 32 MiB in
 chunks of a single byte would take it minutes."""
+RENEWAL_S = 5.0
+"""The server looks this often whether its certificate was renewed."""
 LARGE_CHUNK_BYTES = 256
 """A body may have one chunk beyond `MAX_SMALL_CHUNKS` per this many bytes."""
 
@@ -72,8 +77,8 @@ def check_port(host: str, port: int) -> None:
 class _Connection(h11.Connection):
     """Refuses a body in very many small chunks as a violation of the protocol."""
 
-    def __init__(self) -> None:
-        super().__init__(h11.SERVER, MAX_HEADER_BYTES)
+    def __init__(self, max_header_bytes: int) -> None:
+        super().__init__(h11.SERVER, max_header_bytes)
         self._num_chunks = self._num_bytes = 0
 
     def next_event(self) -> Any:
@@ -89,9 +94,11 @@ class _Connection(h11.Connection):
 
 
 class _Protocol(H11Protocol):
+    max_header_bytes = MAX_HEADER_BYTES
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _Connection()
+        self.conn = _Connection(self.max_header_bytes)
 
     def send_400_response(self, msg: str) -> None:
         """Answers 400 to bytes that are not HTTP; if an answer has begun, it closes the connection instead. If the app
@@ -106,6 +113,15 @@ class _Protocol(H11Protocol):
             self.cycle.message_event.set()
 
 
+def _protocol_with(limit_bytes: int) -> type[_Protocol]:
+    """Returns the protocol with another limit of headers; uvicorn creates protocols from their class alone."""
+
+    class _LimitedProtocol(_Protocol):
+        max_header_bytes = limit_bytes
+
+    return _LimitedProtocol
+
+
 class _Server(uvicorn.Server):
     """Installs no signal handlers, because signals belong to the code that owns the process, not to one of its
     tasks."""
@@ -118,7 +134,12 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an ASGI app until `stop` is called."""
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(
+        self, app: ASGIApp, host: str, port: int, tls: TlsFiles | None = None, max_header_bytes: int = MAX_HEADER_BYTES
+    ) -> None:
+        """Binds the port. Raises ConfigError if it is taken, or if the files of `tls` can't be used."""
+        self._renewal = None if tls is None else TlsRenewal(tls)
+        self._renewing: asyncio.Task[None] | None = None
         self._socket = bind(host, port)
         config = uvicorn.Config(
             app,
@@ -127,9 +148,10 @@ class HttpServer:
             log_level="warning",
             access_log=False,
             lifespan="off",
-            http=_Protocol,  # uvicorn's other parser takes headers of any size
+            http=_protocol_with(max_header_bytes),  # uvicorn's other parser takes headers of any size
             ws="none",
             timeout_graceful_shutdown=CLOSE_S,
+            ssl_context_factory=None if self._renewal is None else self._context,
         )
         self._server = _Server(config)
         self._task: asyncio.Task[None] | None = None
@@ -144,14 +166,33 @@ class HttpServer:
             if self._task.done():
                 await self._task
             await asyncio.sleep(0.01)
+        if self._renewal is not None:
+            self._renewing = asyncio.create_task(self._renew(self._renewal), name="weft-tls")
+
+    def _context(self, _config: uvicorn.Config, _default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
+        assert self._renewal is not None
+        return self._renewal.context
+
+    async def _renew(self, renewal: TlsRenewal) -> None:
+        while True:
+            await asyncio.sleep(RENEWAL_S)
+            renewal.refresh()
 
     async def stop(self) -> None:
         """Stops accepting connections, gives open ones `CLOSE_S` seconds to write what they hold, and closes the
         socket. The caller must end the router's requests before this call."""
+        if self._renewing is not None:
+            self._renewing.cancel()
         self._server.should_exit = True
         if self._task is not None:
             await self._task
         self._socket.close()
+
+
+def router_server(app: ASGIApp, config: ClusterConfig) -> HttpServer:
+    """Returns the server of a router's app, as the config describes it. Raises ConfigError as `HttpServer` does."""
+    server = config.server
+    return HttpServer(app, server.host, server.port, TlsFiles.of(server), config.limits.max_header_bytes)
 
 
 class MetricsServer:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from deploy import compose
 from deploy.config import ClusterConfig
-from deploy.http_server import HttpServer, check_port
+from deploy.http_server import check_port, router_server
 from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
 from deploy.sizing import arena_bytes, inbox_bytes, refuse_if_too_small
+from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import (
     WEFT_KV,
     EncodeRequest,
@@ -161,8 +162,10 @@ async def serving(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, in
     it loads models, if another program listens on the port of the config."""
     if config.server.port:
         check_port(config.server.host, config.server.port)
+    if (tls := TlsFiles.of(config.server)) is not None:
+        check_tls(tls)
     async with running(config) as cluster:
-        server = HttpServer(cluster.app, config.server.host, config.server.port)
+        server = router_server(cluster.app, config)
         with as_member(cluster.router_id):
             await server.start()
         try:

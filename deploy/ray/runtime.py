@@ -29,6 +29,7 @@ from deploy.config import ClusterConfig
 from deploy.http_server import check_port
 from deploy.process_setup import set_local_switches, show_logs_as_written
 from deploy.sizing import refuse_if_too_small
+from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import ConfigError, Unavailable
 from fabric.transport import check_installed
 
@@ -50,11 +51,13 @@ class RunningCluster:
     drain: Callable[[float], None] = lambda _: None
     """Makes every router refuse new requests, and waits until those in flight have ended, for this many seconds at
     most."""
+    ask_ready: Callable[[], bool] | None = None
+    """Asks a router over Ray whether requests can be served, where the caller may have no certificate for HTTPS."""
 
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'http' if self.ask_ready is None else 'https'}://{host}:{self.port}"
 
 
 @contextlib.contextmanager
@@ -70,6 +73,8 @@ def run_cluster(
     refuse_if_too_small(config, model)
     if config.server.port and config.ray.address is None:
         check_port(config.server.host, config.server.port)
+    if (tls := TlsFiles.of(config.server)) is not None and config.ray.address is None:
+        check_tls(tls)
     if config.ray.address is None:
         set_local_switches()  # This precedes `import ray`, which reads the switches once.
     if config.logging.to == "terminal":
@@ -91,7 +96,8 @@ def run_cluster(
             handle = serve.run(build_app(config, model.directory), name=name, route_prefix=None)
             port = handle.port.remote().result(timeout_s=ready_timeout_s)
             host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
-            cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle, directory))
+            ask_ready = None if config.server.tls_cert_file is None else partial(_ask_ready, handle)
+            cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle, directory), ask_ready)
             wait_ready(cluster, ready_timeout_s)
             try:
                 yield cluster
@@ -220,14 +226,23 @@ def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
             shutil.copytree(logs, config.logging.dir / "ray", dirs_exist_ok=True)
 
 
+def _answers_ready(url: str) -> bool:
+    try:
+        urllib.request.urlopen(f"{url}/health/ready", timeout=5).close()
+    except OSError:  # The router does not listen yet, or it answers 503.
+        return False
+    return True
+
+
+def _ask_ready(handle: Any) -> bool:
+    return bool(handle.is_ready.remote().result(timeout_s=ANSWER_S))
+
+
 def wait_ready(cluster: RunningCluster, timeout_s: float) -> None:
-    """Polls /health/ready until the cluster is ready. Raises Unavailable after `timeout_s`."""
+    """Polls until the cluster is ready. Raises Unavailable after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        try:
-            urllib.request.urlopen(f"{cluster.url}/health/ready", timeout=5).close()
-        except OSError:  # The router does not listen yet, or it answers 503.
-            time.sleep(0.1)
-        else:
+        if _answers_ready(cluster.url) if cluster.ask_ready is None else cluster.ask_ready():
             return
+        time.sleep(0.1)
     raise Unavailable(f"the cluster did not become ready within {timeout_s:g} s; the logs of its members say why")

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy import compose
 from deploy.config import ClusterConfig
-from deploy.http_server import HttpServer, MetricsServer
+from deploy.http_server import MetricsServer, router_server
 from deploy.logs import configure_logs
 from deploy.process_setup import allow_many_files, freeze_what_lives, switches_of_actors
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
@@ -195,13 +195,17 @@ class RouterReplica:
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
         self._drain_s = config.server.drain_s
-        self._http = HttpServer(create_app(self._service), config.server.host, config.server.port)
+        self._http = router_server(create_app(self._service), config)
         await self._http.start()
         freeze_what_lives()
 
     async def port(self) -> int:
         """Returns the port that the router listens on (the config may ask for any free one)."""
         return self._http.port
+
+    async def is_ready(self) -> bool:
+        """Returns whether requests can be served."""
+        return self._service.readiness()[0]
 
     async def drain(self, limit_s: float) -> int:
         """Refuses new requests from now on, and waits until those in flight have ended. Returns how many have not ended
