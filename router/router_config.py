@@ -23,6 +23,24 @@ OTHER_ENCODE_TIMEOUT_MS = 60_000
 
 
 @dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Limits what a request may ask for as structured output. A grammar of these sizes compiles in less than half a
+    second on one core, however it is made."""
+
+    max_bytes: int = 64 * 1024
+    """Limits the text of a schema, of a regular expression, or of all choices together."""
+    max_depth: int = 64
+    """Limits the nesting of objects and arrays in the schema's own JSON."""
+    max_choices: int = 1024
+    max_symbols: int = 50_000
+    """Limits the symbols of the compiled grammar. A small schema of unions within intersections may have very many."""
+    max_lexer_fuel: int = 200_000
+    """Limits the steps in which the regular expressions of a grammar are built."""
+    compile_timeout_s: float = 5.0
+    """Limits the wall-clock time of compiling a grammar."""
+
+
+@dataclass(frozen=True, slots=True)
 class RateQuota:
     """A `RateQuota` says what an API key or a tenant may use per minute, in all routers together. None sets no
     limit."""
@@ -117,6 +135,9 @@ class RouterConfig:
     max_stop_token_ids: int = 64
     max_media_items: int = 64
     max_messages: int = 4096
+    max_content_parts: int = 4096
+    """Limits the parts of the contents of all messages of a request together, texts included."""
+    grammar: GrammarLimits = field(default_factory=GrammarLimits)
     media_limits: MediaLimits = field(default_factory=MediaLimits)
     max_items_per_prompt: Mapping[str, int] = field(default_factory=dict)
     """Maps a modality to the most items of a request, where that is less than what the family takes; 0 refuses the

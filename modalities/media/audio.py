@@ -50,8 +50,9 @@ class AudioPlugin:
         `{"input_audio": {"data": base64, "format": "wav"}}` or `{"audio_url": {"url": "data:..."}}`. The declared
         format is ignored because the format follows from the bytes. Raises InvalidRequest if the part has another form,
         and InvalidMedia if the payload is broken or too large."""
+        most = min(limits.max_bytes_per_item, limits.max_audio_bytes)
         if part.get("type") == "audio_url" or "input_audio" not in part:
-            return decode_data_url(part_url(part, "audio_url", param), param, limits.max_bytes_per_item)
+            return decode_data_url(part_url(part, "audio_url", param), param, most)
         value = part["input_audio"]
         text = value.get("data") if isinstance(value, Mapping) else None
         if not isinstance(text, str):
@@ -59,8 +60,8 @@ class AudioPlugin:
                 f"{param}: `input_audio` must be an object with base64 text in `data`, and a `format`", param=param
             )
         if text[:5].lower() == "data:":
-            return decode_data_url(text, param, limits.max_bytes_per_item)
-        return decode_base64(text, param, limits.max_bytes_per_item)
+            return decode_data_url(text, param, most)
+        return decode_base64(text, param, most)
 
     def probe(self, data: bytes, param: str) -> AudioHeader:
         """Returns the header of the audio file. Reads the container to its end and decodes nothing. Raises InvalidMedia

@@ -52,6 +52,11 @@ class MediaLimits:
     max_video_frames: int = 500_000
     max_audio_seconds: float = 600.0
     """Limits the length of a sound, and of a video's sound track if the model uses it."""
+    max_audio_bytes: int = 25 * 2**20
+    """Limits the file of one sound, as OpenAI does. Speech of few bits per second is still long within it."""
+    max_decoded_bytes: int = 4 * 178_956_970
+    """Limits what all media of a request take together once they are decoded (`decoded_bytes`): one picture of the
+    largest size."""
 
 
 class ModalityPlugin(Protocol):
@@ -236,11 +241,27 @@ _COPY_BYTES = 2 * 4
 _FRAME_BYTES = 48
 """Counts the bytes per pixel of a video frame: 16 frames that other frames refer to, and one frame during its
 conversion to RGB."""
+_KEPT_FRAMES = 16
+"""Counts the frames that a decoder keeps because others may refer to them (H.264 and H.265 allow 16)."""
 _VIDEO_BYTES = 256 * 2**20
 """Covers FFmpeg's own memory, of which most is only reserved."""
 _SAMPLE_BYTES = 8
 """Counts the bytes per sample: one float32 in the list of blocks and one in the joined array. The samples of other
 channels and rates are already freed by then."""
+
+
+def decoded_bytes(header: MediaHeader) -> int:
+    """Returns the bytes that a medium takes once it is decoded, as its header says: 4 for each pixel of a picture, 4
+    for each sample of each channel of a sound, and 3 for each pixel of the frames that a video's decoder keeps, because
+    a video is decoded frame by frame. It is 0 for the media of other plugins, which have limits of their own."""
+    if isinstance(header, ImageHeader):
+        return 4 * header.width * header.height
+    if isinstance(header, AudioHeader):
+        return 4 * header.num_samples * header.num_channels
+    if not isinstance(header, VideoHeader):
+        return 0
+    sound = 0 if header.sound is None else decoded_bytes(header.sound)
+    return 3 * min(header.num_frames, _KEPT_FRAMES) * header.width * header.height + sound
 
 
 def decode_bytes(header: MediaHeader, num_file_bytes: int, cost: int) -> int:

@@ -20,6 +20,7 @@ from llguidance import LLMatcher, LLParserLimits
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
 from router.api import GenerationFields, shown
+from router.router_config import GrammarLimits
 
 # ------------------------------------------------------------ sampling and stops
 
@@ -74,13 +75,10 @@ def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float
 
 # ------------------------------------------------------------ structured output
 
-MAX_GRAMMAR_BYTES = 64 * 1024
-MAX_SCHEMA_DEPTH = 64
-"""Limits the nesting of objects and arrays in the schema's own JSON."""
-MAX_CHOICES = 1024
 WHITESPACE = r"[ \n\t]{1,40}"
 """This pattern is the whitespace between JSON tokens: enough to indent, but bounded."""
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
+DEFAULT_LIMITS = GrammarLimits()
 KINDS = ("json", "regex", "choice", "json_object")
 
 
@@ -95,9 +93,9 @@ class Grammar(NamedTuple):
 FREE = Grammar("", "")
 
 
-def grammar_of(fields: GenerationFields) -> Grammar:
-    """Returns the grammar that the request asks for; it is not checked yet (`check_grammar`). Raises InvalidRequest;
-    `param` names the field."""
+def grammar_of(fields: GenerationFields, limits: GrammarLimits = DEFAULT_LIMITS) -> Grammar:
+    """Returns the grammar that the request asks for; it is not compiled yet (`check_grammar`). Raises InvalidRequest,
+    also for a grammar beyond the limits; `param` names the field."""
     asked = {**_of_response_format(fields), **_of_structured_outputs(fields), **_of_guided(fields)}
     if not asked:
         return FREE
@@ -107,7 +105,20 @@ def grammar_of(fields: GenerationFields) -> Grammar:
         raise InvalidRequest(message, param=list(asked)[1])
     ((param, (kind, value)),) = asked.items()
     builders = {"json": _of_schema, "regex": _of_regex, "choice": _of_choice}
-    return Grammar(builders[kind](value, param), param)
+    return Grammar(builders[kind](value, param, limits), param)
+
+
+def structure_field(fields: GenerationFields) -> str:
+    """Returns the name of the first field that asks for structured output; it is empty if none does."""
+    names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
+    return next((name for name in names if getattr(fields, name) is not None), "")
+
+
+def too_slow(param: str, limits: GrammarLimits) -> InvalidRequest:
+    """Returns the error for a grammar that takes longer to compile than the limit."""
+    return InvalidRequest(
+        f"`{param}` takes more than {limits.compile_timeout_s:g} s to compile, which is the limit", param=param
+    )
 
 
 # ------------------------------------------------------------ reading the request: param -> (kind, value)
@@ -158,10 +169,10 @@ def _of_guided(fields: GenerationFields) -> Asked:
 # ------------------------------------------------------------ one builder per kind
 
 
-def _of_schema(schema: object, param: str) -> str:
+def _of_schema(schema: object, param: str, limits: GrammarLimits) -> str:
     """Returns the grammar of a JSON schema; `schema` is a JSON object, or the text of one."""
     if isinstance(schema, str):
-        _check_size(schema, param)
+        _check_size(schema, param, limits)
         try:
             schema = msgspec.json.decode(schema)
         except (msgspec.DecodeError, RecursionError):
@@ -170,58 +181,60 @@ def _of_schema(schema: object, param: str) -> str:
             ) from None
     if not isinstance(schema, dict):
         raise InvalidRequest(f"`{param}` must be a JSON schema, which is an object, not {shown(schema)}", param=param)
-    _check_shape(schema, param)
+    _check_shape(schema, param, limits)
     # Clients may not set options of the library.
     text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
-    _check_size(text, param)
+    _check_size(text, param, limits)
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
 
 
-def _of_regex(regex: object, param: str) -> str:
+def _of_regex(regex: object, param: str, limits: GrammarLimits) -> str:
     """Returns the grammar of a regular expression that matches the whole text, whether or not it is anchored."""
     if not isinstance(regex, str) or not regex:
         raise InvalidRequest(f"`{param}` must be a regular expression, not {shown(regex)}", param=param)
-    _check_size(regex, param)
+    _check_size(regex, param, limits)
     return LLMatcher.grammar_from_regex(regex)
 
 
-def _of_choice(choices: object, param: str) -> str:
+def _of_choice(choices: object, param: str, limits: GrammarLimits) -> str:
     if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
         raise InvalidRequest(f"`{param}` must be a non-empty list of strings, none of them empty", param=param)
-    if len(choices) > MAX_CHOICES:
-        raise InvalidRequest(f"`{param}` may have at most {MAX_CHOICES} choices, not {len(choices)}", param=param)
-    if sum(map(len, choices)) > MAX_GRAMMAR_BYTES:
-        raise _too_large(param)
+    if len(choices) > limits.max_choices:
+        raise InvalidRequest(
+            f"`{param}` may have at most {limits.max_choices} choices, not {len(choices)}", param=param
+        )
+    if sum(map(len, choices)) > limits.max_bytes:
+        raise _too_large(param, limits)
     lark = "start: " + " | ".join(json.dumps(one, ensure_ascii=False) for one in choices)
-    _check_size(lark, param)
+    _check_size(lark, param, limits)
     return LLMatcher.grammar_from_lark(lark)
 
 
 # ------------------------------------------------------------ the limits of a grammar
 
 
-def _check_size(text: str, param: str) -> None:
+def _check_size(text: str, param: str, limits: GrammarLimits) -> None:
     try:
         num_bytes = len(text.encode())
     except UnicodeEncodeError:
         raise InvalidRequest(f"`{param}` is not valid Unicode: it has a lone surrogate", param=param) from None
-    if num_bytes > MAX_GRAMMAR_BYTES:
-        raise InvalidRequest(f"`{param}` may have at most {MAX_GRAMMAR_BYTES} bytes, not {num_bytes}", param=param)
+    if num_bytes > limits.max_bytes:
+        raise InvalidRequest(f"`{param}` may have at most {limits.max_bytes} bytes, not {num_bytes}", param=param)
 
 
-def _too_large(param: str) -> InvalidRequest:
-    return InvalidRequest(f"`{param}` has more than {MAX_GRAMMAR_BYTES} bytes, which is the limit", param=param)
+def _too_large(param: str, limits: GrammarLimits) -> InvalidRequest:
+    return InvalidRequest(f"`{param}` has more than {limits.max_bytes} bytes, which is the limit", param=param)
 
 
-def _check_shape(schema: object, param: str) -> None:
+def _check_shape(schema: object, param: str, limits: GrammarLimits) -> None:
     """Checks the depth of a schema and the length of its strings, before the schema is written out as text."""
     level: list[object] = [schema]
     num_chars = 0
-    for _ in range(MAX_SCHEMA_DEPTH):
+    for _ in range(limits.max_depth):
         num_chars += sum(len(one) for one in level if isinstance(one, str))
         num_chars += sum(len(key) for one in level if isinstance(one, dict) for key in one)
-        if num_chars > MAX_GRAMMAR_BYTES:
-            raise _too_large(param)
+        if num_chars > limits.max_bytes:
+            raise _too_large(param, limits)
         level = [
             inner
             for outer in level
@@ -231,21 +244,25 @@ def _check_shape(schema: object, param: str) -> None:
         if not level:
             return
     raise InvalidRequest(
-        f"the schema in `{param}` is nested more than {MAX_SCHEMA_DEPTH} levels deep, which is the limit", param=param
+        f"the schema in `{param}` is nested more than {limits.max_depth} levels deep, which is the limit", param=param
     )
 
 
-def check_schema(schema: object, param: str) -> None:
+def check_schema(schema: object, param: str, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
     """Raises InvalidRequest if a schema is larger or deeper than a grammar's may be."""
-    _check_shape(schema, param)
-    _check_size(json.dumps(schema), param)
+    _check_shape(schema, param, limits)
+    _check_size(json.dumps(schema), param, limits)
 
 
-def check_grammar(grammar: str, param: str) -> None:
-    """Compiles a grammar, which may take a tenth of a second. Raises InvalidRequest if it can't be compiled."""
+def check_grammar(grammar: str, param: str, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
+    """Compiles a grammar within the limits of its size, which are counted and not timed, so that the same grammar is
+    refused on every machine. May take half a second. Raises InvalidRequest."""
     if not grammar:
         return
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=LLParserLimits(verbose_errors=False))
+    parser_limits = LLParserLimits(
+        initial_lexer_fuel=limits.max_lexer_fuel, max_grammar_size=limits.max_symbols, verbose_errors=False
+    )
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits)
     if is_error:
         lines = [line.strip() for message in messages for line in message.splitlines()]
         reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])

@@ -34,6 +34,7 @@ from modalities.text import TextCodec
 from router.api import (
     ChatRequest,
     CompletionRequest,
+    GenerationFields,
     MediaPart,
     Part,
     TextPart,
@@ -47,7 +48,15 @@ from router.api import (
 )
 from router.fetch import MediaFetcher
 from router.prompt.answer_formats import PLAIN, AnswerFormats, AnswerPlan, called_arguments
-from router.prompt.generation_options import check_grammar, check_schema, grammar_of, sampling_of, stop_conditions
+from router.prompt.generation_options import (
+    check_grammar,
+    check_schema,
+    grammar_of,
+    sampling_of,
+    stop_conditions,
+    structure_field,
+    too_slow,
+)
 from router.prompt.request_media import (
     NOTHING_LOST,
     VIDEO,
@@ -64,6 +73,7 @@ from router.router_config import RouterConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R", bound=GenerationFields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +243,13 @@ class PromptBuilder:
         if isinstance(request, ChatRequest):
             return await self._read_chat(request, account)
         check_token_ids(request.token_ids, vocab_size)
-        grammar = await self._threads.run(Work.GRAMMAR, completion_grammar, request) if request.is_structured else ""
+        grammar = await self._compiled(self._completion_grammar, request) if request.is_structured else ""
         sampling = sampling_of(request, vocab_size, grammar)
         return Draft(request, (), (), self._config.video_options, sampling)
 
     async def _read_chat(self, chat: ChatRequest, account: FetchAccount) -> Draft:
         check_messages(chat, self._config)
+        _check_parts(chat, self._config.max_content_parts)
         contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
         parts = [part for content in contents if not isinstance(content, str) for part in content]
         media = [part for part in parts if isinstance(part, MediaPart)]
@@ -250,7 +261,7 @@ class PromptBuilder:
         probed = await self._reader.read(media, with_sound_tracks, chat.cache_salt or "", account)
         answer, grammar = PLAIN, ""
         if chat.is_structured or chat.tools or self._formats.reasoning is not None:
-            answer, grammar = await self._threads.run(Work.GRAMMAR, self._answer, chat)
+            answer, grammar = await self._compiled(self._answer, chat)
         return Draft(
             request=without_contents(chat),
             contents=tuple(content if isinstance(content, str) else without_fields(content) for content in contents),
@@ -263,11 +274,17 @@ class PromptBuilder:
     def _answer(self, chat: ChatRequest) -> tuple[AnswerPlan, str]:
         """Returns how the answer is read, and the grammar that it must match. Raises InvalidRequest."""
         for index, tool in enumerate(chat.tools or ()):
-            check_schema(tool.function.parameters or {}, f"tools.{index}.function.parameters")
-        answer, response = self._formats.plan(chat), grammar_of(chat)
+            check_schema(tool.function.parameters or {}, f"tools.{index}.function.parameters", self._config.grammar)
+        answer, response = self._formats.plan(chat), grammar_of(chat, self._config.grammar)
         grammar = self._formats.grammar(answer, response.text)
-        check_grammar(grammar, response.param or "tools")
+        check_grammar(grammar, response.param or "tools", self._config.grammar)
         return answer, grammar
+
+    def _completion_grammar(self, request: CompletionRequest) -> str:
+        """Returns the grammar that a completion must match. Raises InvalidRequest."""
+        grammar = grammar_of(request, self._config.grammar)
+        check_grammar(grammar.text, grammar.param, self._config.grammar)
+        return grammar.text
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
         """Returns the prompt without what was lost. Raises a RequestRefused."""
@@ -281,6 +298,26 @@ class PromptBuilder:
     def shown_token_ids(self, draft: Draft) -> frozenset[int]:
         """Returns the ids of control tokens that an answer's text must show, because its parser reads them."""
         return frozenset() if draft.answer.is_plain else self._formats.shown_token_ids(draft.answer)
+
+    async def _compiled(self, compile_grammar: Callable[[R], T], request: R) -> T:
+        """Runs a function that compiles the request's grammar in a thread. Raises InvalidRequest, also if that takes
+        longer than the limit, counted from when a thread is free for it."""
+        limits, loop = self._config.grammar, asyncio.get_running_loop()
+        begun = asyncio.Event()
+
+        def compiled() -> T:
+            loop.call_soon_threadsafe(begun.set)
+            return compile_grammar(request)
+
+        work = asyncio.ensure_future(self._threads.run(Work.GRAMMAR, compiled))
+        try:
+            await begun.wait()
+            async with asyncio.timeout(limits.compile_timeout_s):
+                return await work
+        except TimeoutError:
+            raise too_slow(structure_field(request) or "tools", limits) from None
+        finally:
+            work.cancel()
 
     async def _in_media_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return await self._threads.run(Work.MEDIA, function, *args, **kwargs)
@@ -400,13 +437,6 @@ def _template_call(call: ToolCall) -> dict[str, object]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def completion_grammar(request: CompletionRequest) -> str:
-    """Returns the grammar that a completion must match. Raises InvalidRequest."""
-    grammar = grammar_of(request)
-    check_grammar(grammar.text, grammar.param)
-    return grammar.text
-
-
 def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:
     """Maps each modality to the most items per prompt: the family's limit, lowered by the deployment. It leaves out
     modalities with a limit of 0."""
@@ -434,6 +464,13 @@ def without_fields(content: Sequence[Part]) -> list[Part]:
 
 def _num_placeholders(draft: Draft, losses: Losses) -> int:
     return sum(ItemKey(medium.part, medium.modality) not in losses.removed for medium in draft.media)
+
+
+def _check_parts(chat: ChatRequest, most: int) -> None:
+    """Raises InvalidRequest if the messages have too many parts, before one of them is looked at."""
+    num_parts = sum(len(message.content) for message in chat.messages if isinstance(message.content, list))
+    if num_parts > most:
+        raise InvalidRequest(f"a request may have at most {most} content parts, not {num_parts}", param="messages")
 
 
 # ------------------------------------------------------------ the threads of a router

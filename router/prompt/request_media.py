@@ -21,7 +21,7 @@ from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from fabric.contracts import InvalidMedia, InvalidRequest, MediaItem, UnsupportedModality, content_digest
 from modalities.family import DEFAULT_OPTIONS, AudioHeader, Family, ItemPlan, MediaHeader, MediaOptions, VideoHeader
-from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, plan_media
+from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, decoded_bytes, plan_media
 from modalities.registry import Registry
 from router.api import PART_TYPE_TO_MODALITY, MediaPart, shown
 from router.fetch import FetchedFile
@@ -85,11 +85,22 @@ class MediaReader:
             return []
         files = await self._files(parts, plugins, salt, account)
         media: list[ProbedMedium] = []
+        num_bytes = 0
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
+            num_bytes += decoded_bytes(medium.header)
+            self._check_decoded(num_bytes, part.param)
             media.append(medium._replace(sound=self._sound(medium) if has_sound_tracks else None))
         self._check_counts([(medium.part, SOUND) for medium in media if medium.sound], media)
         return media
+
+    def _check_decoded(self, num_bytes: int, param: str) -> None:
+        if num_bytes > self._limits.max_decoded_bytes:
+            raise InvalidMedia(
+                f"{param}: the media up to here would take {num_bytes} bytes once they are decoded, and those of a "
+                f"request may take at most {self._limits.max_decoded_bytes}",
+                param=param,
+            )
 
     def plugin_of(self, part: MediaPart) -> ModalityPlugin:
         """Returns the plugin for a part. Raises UnsupportedModality if the model does not take the part's modality, and

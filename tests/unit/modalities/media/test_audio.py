@@ -69,6 +69,34 @@ def test_what_a_part_may_not_hold() -> None:
     assert isinstance(error_of({"type": "audio_url"}), InvalidRequest)
 
 
+class CountedText(str):
+    """Counts how often the text is read, as decoding does."""
+
+    num_read = 0
+
+    def __getitem__(self, at: Any) -> str:
+        CountedText.num_read += isinstance(at, slice) and at.start is not None and at.start >= 0
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize("kind", ["input_audio", "audio_url"])
+def test_a_large_file_is_refused_before_it_is_decoded(kind: str) -> None:
+    """Twenty-five megabytes are the limit, also where other media may be larger."""
+    assert LIMITS.max_audio_bytes == 25 * 2**20 < LIMITS.max_bytes_per_item
+    limits = MediaLimits(max_audio_bytes=300)
+
+    def part(num_bytes: int) -> dict[str, Any]:
+        text = base64.b64encode(b"x" * num_bytes).decode()
+        if kind == "input_audio":
+            return {"type": kind, kind: {"data": CountedText(text), "format": "wav"}}
+        return {"type": kind, kind: {"url": f"data:audio/wav;base64,{text}"}}
+
+    assert PLUGIN.parse(part(300), PART, limits) == b"x" * 300
+    CountedText.num_read = 0
+    assert "has 301 bytes, which is more than the limit of 300" in str(error_of(part(301), limits))
+    assert CountedText.num_read == 0
+
+
 def test_limits() -> None:
     PLUGIN.validate(AudioHeader("WAV", RATE, 1, 600 * RATE), LIMITS, PART)
     with pytest.raises(InvalidMedia, match=rf"{PART}: the sound lasts 600\.1 s, .* limit of 600 s") as caught:

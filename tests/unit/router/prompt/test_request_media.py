@@ -17,8 +17,9 @@ from fabric.contracts import (
     UnsupportedModality,
     WeftError,
 )
-from modalities.family import MediaOptions
-from modalities.media import MediaLimits
+from modalities.family import AudioHeader, ImageHeader, MediaHeader, MediaOptions, VideoHeader
+from modalities.media import MediaLimits, decoded_bytes
+from modalities.registry import Registry
 from router.api import MediaPart, TextPart
 from router.prompt.request_media import LOW_DETAIL_PIXELS
 
@@ -54,6 +55,48 @@ async def test_a_video_with_sound_is_two_items_of_one_part() -> None:
         assert request.token_ids.count(VIDEO) == 12
         assert request.token_ids.count(AUDIO) == 25
         assert len({item.mm_hash for item in request.media}) == 4
+
+
+# ---------------------------------------------------------------- These tests cover what media take once decoded.
+
+
+def test_the_size_of_a_decoded_medium_follows_from_its_header() -> None:
+    sound = AudioHeader("WAV", 48_000, 2, 480_000)
+    film = VideoHeader("MP4", 1920, 1080, 5000, 200.0)
+    assert decoded_bytes(ImageHeader("PNG", 100, 50, "L")) == 4 * 100 * 50
+    assert decoded_bytes(sound) == 4 * 2 * 480_000
+    assert decoded_bytes(film) == 16 * 3 * 1920 * 1080
+    assert decoded_bytes(VideoHeader("MP4", 64, 32, 4, 1.0, sound)) == 4 * 3 * 64 * 32 + decoded_bytes(sound)
+    assert decoded_bytes(ImageHeader("PNG", *LARGEST, "RGB")) <= MediaLimits().max_decoded_bytes
+
+
+LARGEST = (178_956_970, 1)
+"""This is the size of a picture with as many pixels as one may have."""
+
+
+async def test_media_that_are_small_each_may_be_too_large_together() -> None:
+    """Each sound decodes to 4 * 16,000 bytes. The third is refused after its header was read, and the fourth is not
+    even read."""
+    limits = MediaLimits(max_decoded_bytes=2 * 64_000)
+    sounds = [audio(1) for _ in range(4)]
+    assert (await asked(sounds[:2], media_limits=limits)).media[1].part == "messages.0.content.1"
+    probed: list[str] = []
+
+    class Counting(PlainPlugin):
+        def probe(self, data: bytes, param: str) -> MediaHeader:
+            probed.append(param)
+            return super().probe(data, param)
+
+    registry = Registry()
+    registry.register_modality(Counting("audio"))
+    family = MediaFamily(audio=4)
+    async with media_cluster(family, registry, media_limits=limits) as cluster:
+        with pytest.raises(InvalidMedia, match=r"content\.2: the media up to here would take 192000 bytes") as caught:
+            await cluster.service.open(chat(sounds))
+        assert caught.value.param == "messages.0.content.2"
+        assert probed == ["messages.0.content.0", "messages.0.content.1", "messages.0.content.2"]
+        assert not cluster.workers[0].requests
+        assert not cluster.encoders[0].requests
 
 
 async def test_a_video_is_silent_if_the_request_says_so() -> None:

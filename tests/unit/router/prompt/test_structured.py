@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 from router_chats import chat
 
 import router.prompt.generation_options
+import router.prompt.prompt_builder
+from deploy.testing import fake_cluster
 from fabric.contracts import InvalidRequest
 from router.api import ChatRequest
-from router.prompt.generation_options import (
-    MAX_CHOICES,
-    MAX_GRAMMAR_BYTES,
-    MAX_SCHEMA_DEPTH,
-    check_grammar,
-    grammar_of,
-)
+from router.prompt.generation_options import FREE, Grammar, check_grammar, grammar_of
+from router.router_config import GrammarLimits
+
+LIMITS = GrammarLimits()
 
 
-def checked(asked: ChatRequest) -> str:
+def checked(asked: ChatRequest, limits: GrammarLimits = LIMITS) -> str:
     """Returns the grammar that a request asks for, after its check."""
-    grammar = grammar_of(asked)
-    check_grammar(grammar.text, grammar.param)
+    grammar = grammar_of(asked, limits)
+    check_grammar(grammar.text, grammar.param, limits)
     return grammar.text
 
 
@@ -51,16 +51,16 @@ def test_asking_for_nothing_gives_no_grammar(fields: dict[str, object]) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        as_schema({"type": "object", "description": "x" * MAX_GRAMMAR_BYTES}),
-        as_schema({"type": "object", "x" * MAX_GRAMMAR_BYTES: 1}),
-        as_schema({"enum": ["xx" * (MAX_GRAMMAR_BYTES // 64)] * 64}),
-        {"guided_choice": ["x" * MAX_GRAMMAR_BYTES, "y"]},
+        as_schema({"type": "object", "description": "x" * LIMITS.max_bytes}),
+        as_schema({"type": "object", "x" * LIMITS.max_bytes: 1}),
+        as_schema({"enum": ["xx" * (LIMITS.max_bytes // 64)] * 64}),
+        {"guided_choice": ["x" * LIMITS.max_bytes, "y"]},
     ],
 )
 def test_what_is_too_large_is_not_written_out_first(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = chat(**fields)
     monkeypatch.setattr(router.prompt.generation_options, "json", None)
-    with pytest.raises(InvalidRequest, match=f"more than {MAX_GRAMMAR_BYTES} bytes"):
+    with pytest.raises(InvalidRequest, match=f"more than {LIMITS.max_bytes} bytes"):
         checked(asked)
 
 
@@ -99,15 +99,15 @@ def nested(depth: int) -> dict[str, object]:
         (as_schema({"type": "string", "pattern": "(?=a)"}), "response_format.json_schema.schema", "look-around"),
         ({"guided_json": "{"}, "guided_json", "not valid JSON"),
         ({"guided_json": "[" * 5000}, "guided_json", "not valid JSON"),
-        ({"guided_json": nested(MAX_SCHEMA_DEPTH)}, "guided_json", "deep"),
-        ({"guided_json": {"enum": ["x" * MAX_GRAMMAR_BYTES]}}, "guided_json", "bytes"),
+        ({"guided_json": nested(LIMITS.max_depth)}, "guided_json", "deep"),
+        ({"guided_json": {"enum": ["x" * LIMITS.max_bytes]}}, "guided_json", "bytes"),
         ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 1}}, "guided_json", "greater than"),
         ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
         ({"guided_regex": ""}, "guided_regex", "regular expression"),
-        ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex", "bytes"),
+        ({"guided_regex": "a" * (LIMITS.max_bytes + 1)}, "guided_regex", "bytes"),
         ({"guided_choice": []}, "guided_choice", "list of strings"),
         ({"guided_choice": ["a", ""]}, "guided_choice", "empty"),
-        ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice", "at most"),
+        ({"guided_choice": ["a"] * (LIMITS.max_choices + 1)}, "guided_choice", "at most"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice", "list of strings"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex", "regular expression"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
@@ -123,7 +123,7 @@ def test_what_can_not_be_honoured_is_named(fields: dict[str, object], param: str
     assert len(caught.value.message) < 500
 
 
-@pytest.mark.parametrize("depth", [1, MAX_SCHEMA_DEPTH - 2])
+@pytest.mark.parametrize("depth", [1, LIMITS.max_depth - 2])
 def test_schemas_within_the_limits_pass(depth: int) -> None:
     assert checked(chat(guided_json=nested(depth)))
 
@@ -131,3 +131,72 @@ def test_schemas_within_the_limits_pass(depth: int) -> None:
 @pytest.mark.parametrize("regex", ["a/b", "a\nb", "/ | start", '"', "é+", "#x", "^a$", "(?i)ab"])
 def test_a_regex_can_not_leave_its_place_in_the_grammar(regex: str) -> None:
     assert checked(chat(guided_regex=regex))
+
+
+# ------------------------------------------------------------ grammars that explode
+
+
+def explosive(num_parts: int, num_kinds: int) -> dict[str, object]:
+    """Returns a small schema whose grammar has `num_kinds ** num_parts` combinations: each part is a union, and all
+    must hold at once."""
+    parts = [
+        [{"type": "object", "properties": {f"p{part}_{kind}": {"type": "string"}}} for kind in range(num_kinds)]
+        for part in range(num_parts)
+    ]
+    return {"allOf": [{"anyOf": kinds} for kinds in parts]}
+
+
+@pytest.mark.parametrize(("num_parts", "num_kinds"), [(6, 4), (10, 2), (10, 3)])
+def test_a_small_schema_with_a_huge_grammar_is_refused(num_parts: int, num_kinds: int) -> None:
+    """The library's own limits let these pass, after about a second of one core."""
+    with pytest.raises(InvalidRequest, match=r"too (big|large)") as caught:
+        checked(chat(guided_json=explosive(num_parts, num_kinds)))
+    assert caught.value.param == "guided_json"
+
+
+def test_each_limit_of_a_grammar_is_that_of_the_config() -> None:
+    asked = chat(guided_json=explosive(3, 3))
+    assert checked(asked)
+    for limits, flaw in (
+        (GrammarLimits(max_symbols=500), "number of symbols"),
+        (GrammarLimits(max_lexer_fuel=500), "too big"),
+        (GrammarLimits(max_depth=3), "nested more than 3 levels"),
+        (GrammarLimits(max_bytes=100), "at most 100 bytes|more than 100 bytes"),
+    ):
+        with pytest.raises(InvalidRequest, match=flaw):
+            checked(asked, limits)
+    with pytest.raises(InvalidRequest, match="at most 1 choices, not 2"):
+        checked(chat(guided_choice=["a", "b"]), GrammarLimits(max_choices=1))
+
+
+def test_large_schemas_of_ordinary_form_pass() -> None:
+    names = [f"field_{number}" for number in range(500)]
+    properties = {name: {"type": "string", "maxLength": 100} for name in names}
+    assert checked(chat(guided_json={"type": "object", "properties": properties, "required": names}))
+    assert checked(chat(guided_json={"enum": [f"value {number}" for number in range(3000)]}))
+
+
+async def test_a_grammar_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+
+    def slow(*_: object) -> Grammar:
+        assert goes_on.wait(60)
+        return FREE
+
+    monkeypatch.setattr(router.prompt.prompt_builder, "grammar_of", slow)
+    async with fake_cluster(grammar=GrammarLimits(compile_timeout_s=0.01)) as cluster:
+        try:
+            with pytest.raises(InvalidRequest, match=r"`guided_regex` takes more than 0\.01 s to compile") as caught:
+                await cluster.service.open(chat(guided_regex="a+"))
+        finally:
+            goes_on.set()
+        assert caught.value.param == "guided_regex"
+        assert not cluster.workers[0].requests
+
+
+async def test_content_parts_are_counted_over_all_messages() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}] * 2} for _ in range(2)]
+    async with fake_cluster(max_content_parts=3) as cluster:
+        with pytest.raises(InvalidRequest, match="at most 3 content parts, not 4"):
+            await cluster.service.open(chat(messages=messages))
+        assert not cluster.workers[0].requests
