@@ -1,4 +1,5 @@
-"""Implements the console script `weft` with its commands serve, check, bench, simulate, demo and version."""
+"""Implements the console script `weft` with its commands serve, check, key, bench, simulate, demo and
+version."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ from pathlib import Path
 
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config, load_config
+from deploy.limit_table import check_files, limit_lines
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
 from deploy.process_setup import freeze_what_lives, set_switches
 from deploy.sizing import budget_lines, check_budget
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
 from fabric.contracts import WeftError
 from loadtest.simulator import add_options, simulate
+from router.run import NO_TENANT, new_key
 
 VERSION = "0.1.0"
 STOP_S = 30.0
@@ -84,6 +87,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     check.add_argument("file", type=Path, help="is the YAML file to check")
     check.set_defaults(run=_check)
+
+    key = commands.add_parser("key", help="makes API keys for the file that access.keys_file names")
+    new_key = key.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "new", help="prints a new random key to standard error, once, and its line for the file to standard output"
+    )
+    new_key.add_argument("tenant", nargs="?", default=NO_TENANT, help="names the tenant of the key, as in the config")
+    new_key.add_argument("--name", help="names the key in metrics (default: a part of its digest)")
+    new_key.add_argument("--operator", action="store_true", help="lets the key read /metrics and /weft")
+    new_key.set_defaults(run=_new_key)
 
     bench = commands.add_parser("bench", help="runs a benchmark")
     bench.add_argument("name", help="names the benchmark; 'all' runs every one, and 'list' lists them")
@@ -172,7 +184,8 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
     async with serving(config) as (cluster, port):
         freeze_what_lives()
         lifeline.tell_ready()
-        print(banner(f"http://{config.server.host}:{port}", cluster.model.name), flush=True)
+        scheme = "http" if config.server.tls_cert_file is None else "https"
+        print(banner(f"{scheme}://{config.server.host}:{port}", cluster.model.name), flush=True)
         await asyncio.to_thread(lifeline.wait)
         _say_stopping(config)
         if lifeline.is_cut:
@@ -216,6 +229,14 @@ def _check(arguments: argparse.Namespace) -> int:
     if config is None:
         return 1
     parts = {"router": config.router.replicas, "encoder": config.encoders.replicas, "worker": config.workers.replicas}
+    print("\n".join(limit_lines(config)))
+    held, flaws = check_files(config)
+    for line in held:
+        print(line)
+    for flaw in flaws:
+        print(f"{arguments.file}: {flaw}", file=sys.stderr)
+    if flaws:
+        return 1
     counts = ", ".join(f"{replicas} {name}" for name, replicas in parts.items())
     print(config.media.fetch.summary())
     budget, why_not = check_budget(config)
@@ -229,6 +250,16 @@ def _check(arguments: argparse.Namespace) -> int:
     if not budget.problems:
         print(f"{arguments.file}: the config is valid ({counts} replicas)")
     return 1 if budget.problems else 0
+
+
+def _new_key(arguments: argparse.Namespace) -> int:
+    if arguments.tenant == NO_TENANT and not arguments.operator:
+        print("weft: name the tenant of the key, or make a key of an operator with --operator", file=sys.stderr)
+        return 2
+    key, line = new_key(arguments.tenant, arguments.name, arguments.operator)
+    print(f"weft: this is the key; it is shown only now, and can't be computed from its line\n{key}", file=sys.stderr)
+    print(line, flush=True)
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:

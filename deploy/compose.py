@@ -34,7 +34,7 @@ from modalities.registry import REGISTRY
 from modalities.text import TextCodec
 from router.fetch import FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
 from router.planning import LinkOverride, MemberSelector, PlannerSettings
-from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, RateQuota, RouterConfig, Tenant
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, GrammarLimits, RateQuota, RouterConfig, Tenant
 from router.run import Pools
 
 if TYPE_CHECKING:
@@ -267,6 +267,21 @@ def media_limits(config: ClusterConfig) -> MediaLimits:
         max_video_seconds=media.max_video_seconds,
         max_video_frames=media.max_video_frames,
         max_audio_seconds=media.max_audio_seconds,
+        max_audio_bytes=media.max_audio_bytes,
+        max_decoded_bytes=media.max_decoded_bytes,
+    )
+
+
+def grammar_limits(config: ClusterConfig) -> GrammarLimits:
+    """Returns the limits on structured output."""
+    limits = config.limits
+    return GrammarLimits(
+        max_bytes=limits.max_grammar_bytes,
+        max_depth=limits.max_schema_depth,
+        max_choices=limits.max_grammar_choices,
+        max_symbols=limits.max_grammar_symbols,
+        max_lexer_fuel=limits.max_lexer_fuel,
+        compile_timeout_s=limits.grammar_timeout_s,
     )
 
 
@@ -382,6 +397,13 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         ),
         costs_file=config.router.costs_file,
         max_num_choices=config.router.max_num_choices,
+        max_messages=config.limits.max_messages,
+        max_content_parts=config.limits.max_content_parts,
+        max_media_items=config.limits.max_media_items,
+        max_stop_strings=config.limits.max_stop_strings,
+        max_stop_chars=config.limits.max_stop_chars,
+        max_stop_token_ids=config.limits.max_stop_token_ids,
+        grammar=grammar_limits(config),
         min_priority=config.router.min_priority,
         heartbeat_s=config.router.heartbeat_s,
         lease_s=config.router.lease_s,

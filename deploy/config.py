@@ -25,7 +25,7 @@ from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
 from router.fetch import FetchSettings
 from router.planning import LinkClass, PlannerSettings
-from router.router_config import ANONYMOUS, RouterConfig, Tenant
+from router.router_config import ANONYMOUS, GrammarLimits, RouterConfig, Tenant
 
 PROBE_LIMITS = ProbeLimits()
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -101,6 +101,22 @@ class ServerSection(Section):
     drain_s: float = Field(30.0, ge=0)
     """Accepted requests may take this many seconds to end after the cluster has been asked to stop; new requests are
     answered 503."""
+    tls_cert_file: Path | None = None
+    """Names a file with the certificate of the routers in PEM, followed by those that lead to its root. With it the
+    routers speak HTTPS; without it they speak HTTP. A renewed file is used within a few seconds."""
+    tls_key_file: Path | None = None
+    """Names the file with the key of the certificate in PEM, without a password."""
+    tls_client_ca_file: Path | None = None
+    """Names a file with certificates of authorities in PEM. With it, every client must show a certificate of one of
+    them, also one that asks for `/health`."""
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> ServerSection:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError("tls_cert_file and tls_key_file belong together; set both, or none of them")
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+        return self
 
 
 class LinkEndSection(Section):
@@ -347,6 +363,11 @@ class MediaSection(Section):
     """Limits the frames of a video file, before any are chosen."""
     max_audio_seconds: float = Field(default_of(MediaLimits, "max_audio_seconds"), gt=0)
     """Limits the length of a sound, and of the sound track of a video that the model hears."""
+    max_audio_bytes: Bytes = default_of(MediaLimits, "max_audio_bytes")
+    """Limits the file of one sound."""
+    max_decoded_bytes: Bytes = default_of(MediaLimits, "max_decoded_bytes")
+    """Limits what all media of a request take together once they are decoded, as their headers say: 4 bytes for each
+    pixel of a picture and for each sample of a channel of a sound. The default is one picture of the largest size."""
     probe_processes: int = Field(2, ge=0)
     """Sets the number of helper processes of each router. They read the headers of videos, of sounds, and of pictures
     whose first bytes do not contain the whole header. With 0, a thread of the router reads them."""
@@ -490,6 +511,39 @@ class WorkerSection(Section):
     """Adds this to `step_delay_s` for each sequence that decodes in a step."""
 
 
+class LimitsSection(Section):
+    """Limits the parts of one request, so that no request costs more than another by its form alone. What passes a
+    limit is answered 400 before any work. `media` limits the media themselves, and `weft check` prints all limits."""
+
+    max_header_bytes: int = Field(64 * 2**10, ge=4096, le=2**20)
+    """Limits the request line and the headers together."""
+    max_messages: int = Field(default_of(RouterConfig, "max_messages"), ge=1)
+    """Limits the messages of a request."""
+    max_content_parts: int = Field(default_of(RouterConfig, "max_content_parts"), ge=1)
+    """Limits the parts of the contents of all messages of a request together."""
+    max_media_items: int = Field(default_of(RouterConfig, "max_media_items"), ge=1)
+    """Limits the media of a request, of all modalities together."""
+    max_stop_strings: int = Field(default_of(RouterConfig, "max_stop_strings"), ge=1)
+    """Limits the strings of `stop`."""
+    max_stop_chars: int = Field(default_of(RouterConfig, "max_stop_chars"), ge=1)
+    """Limits the characters of each stop string."""
+    max_stop_token_ids: int = Field(default_of(RouterConfig, "max_stop_token_ids"), ge=1)
+    """Limits the ids of `stop_token_ids`."""
+    max_grammar_bytes: Bytes = default_of(GrammarLimits, "max_bytes")
+    """Limits the text of a JSON schema, of a regular expression, or of all choices together."""
+    max_schema_depth: int = Field(default_of(GrammarLimits, "max_depth"), ge=1, le=128)
+    """Limits how deep objects and arrays are nested in a JSON schema."""
+    max_grammar_choices: int = Field(default_of(GrammarLimits, "max_choices"), ge=1)
+    """Limits the strings of `guided_choice`."""
+    max_grammar_symbols: int = Field(default_of(GrammarLimits, "max_symbols"), ge=1, le=500_000)
+    """Limits the symbols of a compiled grammar; a short schema of unions within intersections may have very many."""
+    max_lexer_fuel: int = Field(default_of(GrammarLimits, "max_lexer_fuel"), ge=1, le=1_000_000)
+    """Limits the steps in which the regular expressions of a grammar are built."""
+    grammar_timeout_s: float = Field(default_of(GrammarLimits, "compile_timeout_s"), gt=0)
+    """Limits the time in which a grammar is compiled. The limits above make grammars refused sooner, and on every
+    machine alike."""
+
+
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -530,6 +584,7 @@ class ClusterConfig(Section):
     workers: WorkerSection = WorkerSection()
     ray: RaySection = RaySection()
     logging: LoggingSection = LoggingSection()
+    limits: LimitsSection = LimitsSection()
     access: AccessSection = AccessSection()
     tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], TenantSection] = Field(
         {}, max_length=256

@@ -44,8 +44,15 @@ from router.api.embedding_request import (
     parse_embedding,
 )
 from router.api.field_errors import describe_flaw, shown
-from router.api.generation_fields import GenerationFields, check_generation, check_model, model_not_found
+from router.api.generation_fields import (
+    MAX_BIASED_TOKENS,
+    GenerationFields,
+    check_generation,
+    check_model,
+    model_not_found,
+)
 from router.api.http_errors import envelope, http_error, status_of
+from router.api.request_body import MAX_JSON_VALUES
 from router.api.responses_answer import ResponseWriter
 from router.api.responses_request import ResponsesChat, parse_responses
 from router.api.token_requests import parse_detokenize, parse_tokenize, text_answer, tokens_answer
@@ -53,6 +60,8 @@ from router.api.tool_fields import ToolCall, chosen_names
 
 __all__ = [
     "DONE",
+    "MAX_BIASED_TOKENS",
+    "MAX_JSON_VALUES",
     "PART_TYPE_TO_MODALITY",
     "ChatMessage",
     "ChatRequest",

@@ -16,13 +16,23 @@ from router.run.admission import Admission, RequestTerms, TenantLedger, Ticket
 from router.run.context import CapacityGate, Pools, RouterContext
 from router.run.failures import DegradationPolicy
 from router.run.joined_streams import JoinedStreams
-from router.run.key_book import NAME, Caller, KeyBook, KeyFile, KeyFlaw, check_operator, check_tenant, parse_keys
+from router.run.key_book import (
+    NO_TENANT,
+    Caller,
+    KeyBook,
+    KeyFile,
+    KeyFlaw,
+    check_operator,
+    check_tenant,
+    new_key,
+    parse_keys,
+)
 from router.run.rate_limits import rate_headers
 from router.run.request_output import ChoiceOutput, Delta, RequestStream
 from router.run.request_run import RequestRun
 
 __all__ = [
-    "NAME",
+    "NO_TENANT",
     "Admission",
     "Caller",
     "CapacityGate",
@@ -42,6 +52,7 @@ __all__ = [
     "Ticket",
     "check_operator",
     "check_tenant",
+    "new_key",
     "parse_keys",
     "rate_headers",
 ]

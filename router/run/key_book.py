@@ -16,6 +16,7 @@ import hmac
 import logging
 import os
 import re
+import secrets
 import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -147,6 +148,18 @@ def _number(text: str | None, option: str, number: int) -> float | None:
     if value <= 0 or (option == "max_in_flight" and value != int(value)):
         raise KeyFlaw(f"line {number}: {option} must be a number above 0, not {text[:64]!r}")
     return value
+
+
+def new_key(tenant: str, name: str | None = None, is_operator: bool = False) -> tuple[str, str]:
+    """Returns a new random key of 256 bits, and its line for the file. Raises ConfigError for a name or tenant that no
+    line can have."""
+    key = f"sk-weft-{secrets.token_urlsafe(32)}"
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    name = name or f"key-{digest[:8]}"
+    for word in (name, *(() if tenant == NO_TENANT else (tenant,))):
+        if NAME.fullmatch(word) is None:
+            raise ConfigError(f"{word!r} is no name; names have up to 64 letters, digits and the characters _ . -")
+    return key, f"{digest} {tenant} {name}{' role=operator' if is_operator else ''}"
 
 
 class FileState(NamedTuple):

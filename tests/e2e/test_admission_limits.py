@@ -19,6 +19,14 @@ pytestmark = pytest.mark.torch
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 16
 KEYS = {"interactive": "sk-one", "batch": "sk-two"}
+OPERATOR = "sk-operator"
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+ACCESS = {"operator_key_digests": [digest(OPERATOR)]}
 
 
 def text_of(response: httpx.Response) -> str:
@@ -28,18 +36,15 @@ def text_of(response: httpx.Response) -> str:
 
 async def metric(client: httpx.AsyncClient, name: str, *labels: str) -> float:
     """Returns the sum of the series of this name that have these labels."""
-    lines = (await client.get("/metrics")).text.splitlines()
+    lines = (await client.get("/metrics", headers={"authorization": f"Bearer {OPERATOR}"})).text.splitlines()
     rows = [line for line in lines if re.match(rf"{name}(_total)?[{{ ]", line)]
     return sum(float(line.rpartition(" ")[2]) for line in rows if all(label in line for label in labels))
 
 
 async def test_more_than_the_kv_cache_holds_waits_at_the_router() -> None:
-    tenants = {
-        name: {"api_key_digests": [hashlib.sha256(key.encode()).hexdigest()], "service_class": name}
-        for name, key in KEYS.items()
-    }
+    tenants = {name: {"api_key_digests": [digest(key)], "service_class": name} for name, key in KEYS.items()}
     workers = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK_SIZE}
-    config = small_config(workers=workers, encoders={"modalities": ["image"]}, tenants=tenants)
+    config = small_config(workers=workers, encoders={"modalities": ["image"]}, tenants=tenants, access=ACCESS)
     async with in_process_cluster(config) as (cluster, client):
 
         async def ask(*parts: dict[str, Any] | str, key: str = KEYS["interactive"], **fields: object) -> httpx.Response:

@@ -1,0 +1,113 @@
+"""Lists every limit that a cluster sets on one request, with its effective value and the key that sets it, for
+`weft check`. A limit that no key sets is listed with its value too. The module enforces nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from pydantic import BaseModel
+
+from deploy.config import ClusterConfig
+from deploy.tls import TlsFiles, check_tls
+from fabric.contracts import ConfigError, ManualClock
+from router.api import MAX_BIASED_TOKENS, MAX_JSON_VALUES
+
+SECTION_TO_KEYS = {
+    "server": ("max_body_bytes",),
+    "router": (
+        "max_in_flight",
+        "max_bodies_bytes",
+        "max_prompt_tokens",
+        "max_num_choices",
+        "min_priority",
+        "capacity_wait_s",
+        "dispatch_timeout_s",
+    ),
+    "media": (
+        "limit_mm_per_prompt",
+        "max_bytes_per_item",
+        "max_image_pixels",
+        "max_video_pixels",
+        "max_video_seconds",
+        "max_video_frames",
+        "max_frames",
+        "max_video_tokens",
+        "max_audio_seconds",
+        "max_audio_bytes",
+        "max_decoded_bytes",
+        "probe_timeout_s",
+        "probe_memory_bytes",
+    ),
+    "encoders": ("decode_memory_bytes", "max_decode_bytes"),
+    "limits": (),
+}
+"""Maps a section to its keys that limit requests; an empty entry stands for all keys."""
+
+
+class LimitRow(NamedTuple):
+    """A `LimitRow` is one limit of the table."""
+
+    key: str
+    """Names the key with its section; in parentheses it is a limit that no key sets."""
+    value: str
+
+
+def limit_rows(config: ClusterConfig) -> Iterator[LimitRow]:
+    """Yields every limit on a request, in the order of the config's sections, and then those of tenants."""
+    for name, keys in SECTION_TO_KEYS.items():
+        section: BaseModel = getattr(config, name)
+        for key in keys or type(section).model_fields:
+            yield LimitRow(f"{name}.{key}", _shown(key, getattr(section, key)))
+    yield LimitRow("(JSON values of a body)", _shown("", MAX_JSON_VALUES))
+    yield LimitRow("(entries of logit_bias)", _shown("", MAX_BIASED_TOKENS))
+    for name, tenant in config.tenants.items():
+        for key in ("max_in_flight", "requests_per_minute", "tokens_per_minute", "media_seconds_per_minute"):
+            value = getattr(tenant, key)
+            if value is not None:
+                yield LimitRow(f"tenants.{name}.{key}", _shown(key, value))
+
+
+def _shown(key: str, value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {most}" for name, most in value.items()) or "the model's own"
+    if value is None:
+        return "none"
+    assert isinstance(value, int | float)
+    if "bytes" in key and value >= 2**20:
+        return f"{value:,} ({value / 2**20:,.5g} MiB)"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,g}"
+
+
+def limit_lines(config: ClusterConfig) -> list[str]:
+    """Returns the table as lines of text."""
+    rows = list(limit_rows(config))
+    width = max(len(row.key) for row in rows)
+    return [
+        "limits of one request (docs/access.md explains them):",
+        *(f"  {key:<{width}}  {value}" for key, value in rows),
+    ]
+
+
+def check_files(config: ClusterConfig) -> tuple[list[str], list[str]]:
+    """Reads the files of keys and certificates that the config names. Returns what they hold, as lines, and what is
+    wrong with them. A relative path is looked up from the current directory, as `weft serve` does."""
+    from deploy.compose import tenants
+    from router.run import KeyFile
+
+    found: list[str] = []
+    problems: list[str] = []
+    if config.access.keys_file is not None:
+        try:
+            keys = KeyFile(config.access.keys_file, tenants(config), ManualClock()).keys
+            num_operators = sum(key.caller.is_operator for key in keys)
+            found.append(f"the file of keys has {len(keys)} keys, {num_operators} of them of operators")
+        except ConfigError as error:
+            problems.append(f"access.keys_file: {error.message}")
+    if (files := TlsFiles.of(config.server)) is not None:
+        try:
+            found.append(f"the certificate is valid until {check_tls(files)}")
+        except ConfigError as error:
+            problems.append(error.message)
+    return found, problems

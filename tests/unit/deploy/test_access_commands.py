@@ -1,0 +1,109 @@
+"""Tests the commands that an operator uses for access: `weft key new` makes keys that the router knows, and
+`weft check` prints every limit and reads the files of keys and certificates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tls_files import expire, make_certificate
+
+from deploy.cli import main
+from deploy.config import ClusterConfig
+from deploy.limit_table import limit_lines, limit_rows
+from fabric.contracts import ManualClock
+from router.router_config import Tenant
+from router.run import KeyBook
+
+Captured = pytest.CaptureFixture[str]
+
+
+def test_a_new_key_is_shown_once_and_its_line_makes_it_known(capsys: Captured, tmp_path: Path) -> None:
+    assert main(["key", "new", "shop", "--name", "web"]) == 0
+    made = capsys.readouterr()
+    key = made.err.splitlines()[-1]
+    assert key.startswith("sk-weft-")
+    assert len(key) >= 50
+    assert key not in made.out
+    assert made.out.split()[1:] == ["shop", "web"]
+    assert main(["key", "new", "--operator"]) == 0
+    operator = capsys.readouterr()
+    path = tmp_path / "keys"
+    path.write_text(made.out + operator.out)
+    path.chmod(0o600)
+    book = KeyBook([Tenant("shop")], ManualClock(), path)
+    assert (book.find(key).tenant.name, book.find(key).key_name) == ("shop", "web")
+    assert book.find(operator.err.splitlines()[-1]).is_operator
+    assert main(["key", "new", "shop"]) == 0
+    assert capsys.readouterr().err.splitlines()[-1] != key
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "flaw"),
+    [
+        ([], 2, "name the tenant of the key"),
+        (["a b"], 1, "'a b' is no name"),
+        (["shop", "--name", "x y"], 1, "'x y' is no name"),
+    ],
+)
+def test_a_key_that_no_line_can_have_is_refused(capsys: Captured, arguments: list[str], status: int, flaw: str) -> None:
+    assert main(["key", "new", *arguments]) == status
+    refused = capsys.readouterr()
+    assert flaw in refused.err
+    assert refused.out == ""
+
+
+def test_every_limit_is_listed_with_its_effective_value() -> None:
+    config = ClusterConfig.model_validate(
+        {
+            "server": {"max_body_bytes": "1MiB"},
+            "limits": {"max_messages": 7},
+            "media": {"limit_mm_per_prompt": {"image": 3}},
+            "tenants": {"shop": {"requests_per_minute": 90}},
+        }
+    )
+    rows = dict(limit_rows(config))
+    assert rows["server.max_body_bytes"] == "1,048,576 (1 MiB)"
+    assert rows["limits.max_messages"] == "7"
+    assert rows["media.max_image_pixels"] == "178,956,970"
+    assert rows["media.max_decoded_bytes"].startswith("715,827,880 (")
+    assert rows["media.max_audio_bytes"] == "26,214,400 (25 MiB)"
+    assert rows["media.max_audio_seconds"] == "600"
+    assert rows["media.limit_mm_per_prompt"] == "image: 3"
+    assert rows["router.max_num_choices"] == "8"
+    assert rows["tenants.shop.requests_per_minute"] == "90"
+    assert {f"limits.{key}" for key in type(config.limits).model_fields} < set(rows)
+    named = {f"{name}.{key}" for name in ("server", "media") for key in type(getattr(config, name)).model_fields}
+    assert {key for key in named if key.rpartition(".")[2].startswith("max_")} <= set(rows)
+    lines = limit_lines(config)
+    assert len(lines) == len(rows) + 1
+    assert len({line.index(rows[line.split()[0]], 30) for line in lines[1:] if line.split()[0] in rows}) == 1
+
+
+def test_check_reads_the_files_that_the_config_names(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deploy.cli.check_budget", lambda config: (None, "no model in this test"))
+    files = make_certificate(tmp_path)
+    keys, config = tmp_path / "keys", tmp_path / "config.yaml"
+    keys.write_text(f"{'ab' * 32} shop web\n{'cd' * 32} - grafana role=operator\n")
+    keys.chmod(0o600)
+    text = "tenants: {shop: {}}\naccess: {keys_file: KEYS}\nserver: {tls_cert_file: CERT, tls_key_file: KEY}\n"
+
+    def checked(cert: Path) -> tuple[int, str, str]:
+        written = text.replace("KEYS", str(keys)).replace("CERT", str(cert)).replace("KEY", str(files.key_file))
+        config.write_text(written)
+        status = main(["check", str(config)])
+        printed = capsys.readouterr()
+        return status, printed.out, printed.err
+
+    status, out, err = checked(files.cert_file)
+    assert (status, err) == (0, "")
+    assert "the file of keys has 2 keys, 1 of them of operators" in out
+    assert "the certificate is valid until" in out
+    assert "limits.max_schema_depth" in out
+    keys.write_text(f"{'ab' * 32} bank web\n")
+    status, out, err = checked(expire(tmp_path, files).cert_file)
+    assert status == 1
+    assert "line 1: the config has no tenant 'bank'" in err
+    assert "certificate has expired" in err
