@@ -254,14 +254,15 @@ def decoded_bytes(header: MediaHeader) -> int:
     """Returns the bytes that a medium takes once it is decoded, as its header says: 4 for each pixel of a picture, 4
     for each sample of each channel of a sound, and 3 for each pixel of the frames that a video's decoder keeps, because
     a video is decoded frame by frame. It is 0 for the media of other plugins, which have limits of their own."""
+    nbytes = 0
     if isinstance(header, ImageHeader):
-        return 4 * header.width * header.height
-    if isinstance(header, AudioHeader):
-        return 4 * header.num_samples * header.num_channels
-    if not isinstance(header, VideoHeader):
-        return 0
-    sound = 0 if header.sound is None else decoded_bytes(header.sound)
-    return 3 * min(header.num_frames, _KEPT_FRAMES) * header.width * header.height + sound
+        nbytes = 4 * header.width * header.height
+    elif isinstance(header, AudioHeader):
+        nbytes = 4 * header.num_samples * header.num_channels
+    elif isinstance(header, VideoHeader):
+        nbytes = 3 * min(header.num_frames, _KEPT_FRAMES) * header.width * header.height
+        nbytes += 0 if header.sound is None else decoded_bytes(header.sound)
+    return nbytes
 
 
 def decode_bytes(header: MediaHeader, num_file_bytes: int, cost: int) -> int:

@@ -128,7 +128,8 @@ def http_error(error: WeftError, default_retry_after_s: float = 1.0) -> HttpErro
         headers["www-authenticate"] = "Bearer"
     if status in (429, 503):
         wait_s = default_retry_after_s if error.retry_after_s is None else error.retry_after_s
-        wait_s = min(MAX_RETRY_AFTER_S, wait_s)
+        if not isinstance(error, RateLimited):  # Its time is no prediction.
+            wait_s = min(MAX_RETRY_AFTER_S, wait_s)
         headers["retry-after"] = str(max(1, math.ceil(wait_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(wait_s * 1000)))
     elif status >= 500 and not error.retryable:

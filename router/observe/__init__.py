@@ -1,9 +1,10 @@
 """Records what a router does, for machines and for people to read.
 
-`router_metrics` exports counters and times for Prometheus, the router's own and those that members report; `traces`
-keeps the plans and events of recent requests, and `explained_request` computes from them where the time of a request
-went. The router service creates the metrics and the traces, a request's run writes to them, and `router.edge` shows
-them (`/metrics`, `/weft/requests`). The folder decides nothing, and knows nothing of how requests are served.
+`router_metrics` exports counters and times for Prometheus, the router's own and those that members report, and
+`usage_series` counts what each API key uses; `traces` keeps the plans and events of recent requests, and
+`explained_request` computes from them where the time of a request went. The router service creates the metrics and the
+traces, a request's run writes to them, and `router.edge` shows them (`/metrics`, `/weft/requests`). The folder decides
+nothing, and knows nothing of how requests are served.
 """
 
 from router.observe.explained_request import item_stages, modality_class, worker_stages

@@ -21,7 +21,7 @@ from router.router_config import RateQuota, Tenant
 from router.run.key_book import Caller
 
 SLACK_S = 1e-6
-"""An amount that is earned within this time counts as earned, so that rounding refuses nothing."""
+"""This time absorbs rounding: what is earned within it counts as earned already."""
 QUOTAS = ("requests", "tokens", "media_seconds")
 
 

@@ -68,6 +68,14 @@ def test_retry_after_is_whole_seconds_within_what_clients_honour(wait_s: float |
     assert answer.headers["retry-after"] == header
 
 
+def test_the_time_after_which_a_quota_has_room_is_exact() -> None:
+    """It is no prediction, so it is not cut: a client that came earlier would be refused again."""
+    answer = http_error(errors.RateLimited("used up", retry_after_s=90.0402))
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("91", "90041")
+    answer = http_error(errors.RateLimited("used up", retry_after_s=0.0201))
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("1", "21")
+
+
 def test_unknown_error_is_a_500_without_its_text_being_trusted() -> None:
     assert status_of(errors.WeftError("what")) == 500
     assert error_object(errors.WeftError("what"))["code"] == "internal_error"

@@ -143,7 +143,7 @@ def test_idle_owners_are_forgotten() -> None:
 
 def admission(**settings: object) -> tuple[Admission, ManualClock]:
     clock = ManualClock()
-    return Admission(RouterConfig("tiny", 1.0, 16, tenants=(SHOP,), **settings), clock), clock  # type: ignore[arg-type]
+    return Admission(RouterConfig("tiny", 1.0, 16, tenants=(SHOP,), **settings), clock), clock
 
 
 def test_a_request_whose_prompt_is_refused_counts_for_no_quota() -> None:
