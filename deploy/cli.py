@@ -22,7 +22,7 @@ from deploy.logs import configure_logs, where_logs_are, with_run_folder
 from deploy.process_setup import freeze_what_lives, set_switches
 from deploy.sizing import budget_lines, check_budget
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
-from fabric.contracts import WeftError
+from fabric.contracts import ConfigError, WeftError
 from loadtest.simulator import add_options, simulate
 from router.run import NO_TENANT, new_key
 
@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
     demo.add_argument("--url", default="http://127.0.0.1:8000", help="is the URL of the cluster")
+    demo.add_argument("--api-key-file", type=Path, help="names a file with the API key, if the cluster asks for one")
     demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
     demo.set_defaults(run=_demo)
 
@@ -274,7 +275,13 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from deploy.demo.ask import run_demo
 
-    return run_demo(arguments.url, arguments.seed)
+    key, path = None, arguments.api_key_file
+    if path is not None:
+        try:
+            key = path.read_text().strip()
+        except OSError as error:
+            raise ConfigError(f"the file of the API key {path} can't be read: {error.strerror}") from error
+    return run_demo(arguments.url, arguments.seed, key)
 
 
 def _version(_: argparse.Namespace) -> int:

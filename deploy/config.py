@@ -48,6 +48,10 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Device = Literal["cpu", "cuda"]
 
 
+LocalFile = Annotated[Path, AfterValidator(Path.absolute)]
+"""A relative path counts from the folder in which the config is read, because replicas run in other folders."""
+
+
 def _parse_switch(value: object) -> object:
     """Converts a boolean back to `on` or `off`, because YAML 1.1 reads a bare `on` or `off` as a boolean."""
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -101,12 +105,12 @@ class ServerSection(Section):
     drain_s: float = Field(30.0, ge=0)
     """Accepted requests may take this many seconds to end after the cluster has been asked to stop; new requests are
     answered 503."""
-    tls_cert_file: Path | None = None
+    tls_cert_file: LocalFile | None = None
     """Names a file with the certificate of the routers in PEM, followed by those that lead to its root. With it the
     routers speak HTTPS; without it they speak HTTP. A renewed file is used within a few seconds."""
-    tls_key_file: Path | None = None
+    tls_key_file: LocalFile | None = None
     """Names the file with the key of the certificate in PEM, without a password."""
-    tls_client_ca_file: Path | None = None
+    tls_client_ca_file: LocalFile | None = None
     """Names a file with certificates of authorities in PEM. With it, every client must show a certificate of one of
     them, also one that asks for `/health`."""
 
@@ -199,7 +203,7 @@ class RouterSection(Section):
 class AccessSection(Section):
     """Says where further API keys are, besides those under `tenants`, and how quotas per minute are counted."""
 
-    keys_file: Path | None = default_of(RouterConfig, "keys_file")
+    keys_file: LocalFile | None = default_of(RouterConfig, "keys_file")
     """Names a file with one API key per line, as its digest, its tenant and its name; `weft key new` makes such a line.
     Routers read the file again within a second of a change. With a file, every request needs a key."""
     operator_key_digests: tuple[Digest, ...] = default_of(RouterConfig, "operator_digests")

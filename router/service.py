@@ -310,7 +310,7 @@ class RouterService:
         trace = self._trace(ticket.request_id, request, label)
         admitted_at_s = self._context.clock.now()
         terms = RequestTerms.of(request, ticket.caller, self.config.batch_wait_s, admitted_at_s)
-        terms = terms._replace(spend_tokens=ticket.spend_tokens)
+        terms = terms._replace(spend_tokens=self.admission.rates.spender(ticket.caller))
         trace.note(tenant=ticket.tenant.name, service_class=terms.service_class)
         try:
             if request.has_media:

@@ -78,10 +78,11 @@ class Question:
         return [medium.description for medium in self.sample.media()]
 
 
-def run_demo(url: str, seed: int) -> int:
+def run_demo(url: str, seed: int, api_key: str | None = None) -> int:
     """Asks the questions, prints the answers, and returns the exit status: 0 if at least nine of ten answers were
     right. Raises Unavailable if the cluster can't be reached or fails."""
-    with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S) as client:
+    headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+    with httpx.Client(base_url=url.rstrip("/"), timeout=TIMEOUT_S, headers=headers) as client:
         try:
             model = client.get("/v1/models").raise_for_status().json()["data"][0]["id"]
             unknown = [kind for kind in ("video", "audio") if kind not in LEARNED]

@@ -299,7 +299,6 @@ class Ticket:
         self.num_bytes = 0
         self.num_tokens = 0
         self.has_media = False
-        self._rates = admission.rates
         self._admission: Admission | None = admission
 
     def grow(self, num_bytes: int) -> None:
@@ -316,10 +315,6 @@ class Ticket:
         prompts together exceed a budget, and RateLimited if a quota of the caller has no room."""
         self._open_admission().take_prompt(self, num_tokens, media_s)
         self.num_tokens += num_tokens
-
-    def spend_tokens(self, num_tokens: int) -> None:
-        """Takes tokens of the answer from the caller's quota; this also works after `release`."""
-        self._rates.spend_tokens(self.caller, num_tokens)
 
     def enter_media(self) -> None:
         """Notes that the request has media. Raises Overloaded if only places for text are left."""

@@ -12,13 +12,13 @@ knows nothing of HTTP or of members.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
 from fabric.contracts import Clock, RateLimited
 from router.router_config import RateQuota, Tenant
-from router.run.key_book import Caller
+from router.run.key_book import MAX_KEYS, Caller
 
 SLACK_S = 1e-6
 """This time absorbs rounding: what is earned within it counts as earned already."""
@@ -90,8 +90,9 @@ class RateLimiter:
     """A `RateLimiter` holds the buckets of a router: two for each quota that a caller is limited by, of its key and of
     its tenant. A key that was removed from the file is forgotten once its buckets are full again."""
 
-    MAX_IDLE_OWNERS = 1024
-    """Owners that are idle are dropped when there are more owners than this."""
+    MAX_IDLE_OWNERS = 4 * MAX_KEYS
+    """Owners that are idle are dropped when there are more owners than this. A file has fewer keys, so this happens
+    only after keys were exchanged for new ones."""
 
     def __init__(self, burst_s: float, clock: Clock) -> None:
         self._burst_s = burst_s
@@ -124,9 +125,17 @@ class RateLimiter:
         self._check(caller, amounts)
         self._take(caller, amounts)
 
-    def spend_tokens(self, caller: Caller, num_tokens: int) -> None:
-        """Takes tokens of an answer, which exist already."""
-        self._take(caller, {"tokens": num_tokens})
+    def spender(self, caller: Caller) -> Callable[[int], None]:
+        """Returns a function that takes tokens of an answer, which exist already. It is called for each frame of an
+        answer, so it looks up no bucket."""
+        buckets = [owner.buckets["tokens"] for owner in self._of(caller) if "tokens" in owner.buckets]
+
+        def spend(num_tokens: int) -> None:
+            now = self._clock.now()
+            for bucket in buckets:
+                bucket.take(num_tokens, now)
+
+        return spend if buckets else _spend_nothing
 
     def states(self, caller: Caller) -> list[QuotaState]:
         """Returns the state of each quota that limits the caller. Of a key and its tenant, the one that has less left
@@ -196,6 +205,10 @@ class RateLimiter:
             now = self._clock.now()
             used = {name: owner for name, owner in self._owners.items() if _is_used(owner.buckets.values(), now)}
             self._owners = used
+
+
+def _spend_nothing(_: int) -> None:
+    """Takes nothing, because no quota limits the caller."""
 
 
 def _is_used(buckets: Iterable[RateBucket], now: float) -> bool:

@@ -159,5 +159,5 @@ def test_the_files_of_a_certificate_belong_together() -> None:
         with pytest.raises(ValueError, match=flaw):
             ClusterConfig.model_validate({"server": server})
     whole = ClusterConfig.model_validate({"server": {"tls_cert_file": "a", "tls_key_file": "b"}})
-    assert TlsFiles.of(whole.server) == TlsFiles(Path("a"), Path("b"))
+    assert TlsFiles.of(whole.server) == TlsFiles(Path.cwd() / "a", Path.cwd() / "b")
     assert TlsFiles.of(ClusterConfig().server) is None

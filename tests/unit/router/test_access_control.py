@@ -10,9 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
+import openai
 import pytest
 from asgi_exchange import Exchange
-from router_chats import chat_body
+from router_chats import chat_body, expected
 from starlette.routing import Route
 
 from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster
@@ -157,6 +158,33 @@ async def test_quotas_show_in_headers_and_are_refused_with_the_time_to_wait() ->
         assert int(refused.headers["retry-after"]) == -(-wait_ms // 1000)
         assert refused.headers["x-ratelimit-remaining-requests"] == "0"
         assert len(cluster.workers[0].requests) == 2
+
+
+async def test_openais_client_raises_the_right_class_and_comes_back_in_time() -> None:
+    """The quota gives a request every 50 ms, and the client reads the time to wait from `retry-after-ms`."""
+    fast = Tenant("fast", (digest("sk-fast"),), rates=RateQuota(requests_per_minute=1200))
+    settings = KEYS | {"tenants": (SHOP, fast), "rate_burst_s": 0.05}
+    messages: Any = [{"role": "user", "content": "hello"}]
+    async with served(**settings) as (cluster, http_client):
+
+        async def ask(key: str, max_retries: int) -> str | None:
+            client = openai.AsyncOpenAI(
+                base_url="http://weft/v1", api_key=key, max_retries=max_retries, http_client=http_client
+            )
+            answer = await client.chat.completions.create(model=TINY_MODEL, messages=messages, seed=7)
+            return answer.choices[0].message.content
+
+        with pytest.raises(openai.AuthenticationError):
+            await ask("sk-wrong", 2)
+        with pytest.raises(openai.PermissionDeniedError):
+            await ask("sk-ops", 2)
+        assert not cluster.workers[0].requests
+        await ask("sk-shop", 0)
+        with pytest.raises(openai.RateLimitError) as caught:
+            await ask("sk-shop", 0)
+        assert caught.value.code == "rate_limit_exceeded"
+        assert 0 < int(caught.value.response.headers["retry-after-ms"]) <= 30_000
+        assert [await ask("sk-fast", 2) for _ in range(3)] == [expected(cluster)] * 3
 
 
 async def test_streams_have_the_headers_and_other_routes_have_not() -> None:

@@ -66,7 +66,7 @@ def test_answers_count_and_are_earned_before_anything_passes() -> None:
     limits, clock = limiter()
     limits.begin(WEB)
     limits.take_prompt(WEB, 600, 0.0)
-    limits.spend_tokens(WEB, 100)
+    limits.spender(WEB)(100)
     assert left(limits, WEB)["tokens"] == 0
     with pytest.raises(RateLimited, match=r"600 tokens per minute; 0 are left now; try again in 10\.1 s"):
         limits.begin(WEB)
@@ -130,6 +130,7 @@ def test_idle_owners_are_forgotten() -> None:
     limits, clock = limiter()
     for number in range(RateLimiter.MAX_IDLE_OWNERS):
         limits.begin(Caller(Tenant("free"), "k", str(number), RateQuota(requests_per_minute=60)))
+    limits.spender(Caller(Tenant("free")))(5)
     clock.advance(1.5)
     used = Caller(Tenant("free"), "k", "used", RateQuota(requests_per_minute=1))
     limits.begin(used)
@@ -162,7 +163,7 @@ def test_a_request_whose_prompt_is_refused_counts_for_no_quota() -> None:
     late.release()
     assert left(limits.rates, WEB) == {"requests": 2, "tokens": 200, "media_seconds": 60}
     assert limits.prompt_tokens == 400
-    ticket.spend_tokens(50)
+    limits.rates.spender(WEB)(50)
     assert left(limits.rates, WEB)["tokens"] == 150
 
 
