@@ -36,6 +36,8 @@ CLOSE_S = 2
 client that reads nothing would delay the stop for ever."""
 MAX_HEADER_BYTES = 64 * 1024
 """Limits the size of the request line and the headers together."""
+HEADER_FRAME_BYTES = 4
+"""Counts the colon, the space and the end of the line of a header."""
 MAX_SMALL_CHUNKS = 4096
 """Limits the number of chunks of a body. Each chunk takes the parser about five microseconds, so a body of 32 MiB in
 chunks of a single byte would take it minutes."""
@@ -79,12 +81,17 @@ class _Connection(h11.Connection):
 
     def __init__(self, max_header_bytes: int) -> None:
         super().__init__(h11.SERVER, max_header_bytes)
+        self._max_header_bytes = max_header_bytes
         self._num_chunks = self._num_bytes = 0
 
     def next_event(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = 0
+            # h11 limits headers only as long as they are incomplete; these may have come in one piece.
+            size = len(event.target) + sum(len(name) + len(value) + HEADER_FRAME_BYTES for name, value in event.headers)
+            if size > self._max_header_bytes:
+                raise h11.RemoteProtocolError("the headers are too large")
         elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_bytes += len(event.data)

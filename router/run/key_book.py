@@ -79,7 +79,7 @@ def parse_keys(text: str, tenants: Mapping[str, Tenant]) -> list[ApiKey]:
     keys: list[ApiKey] = []
     digest_to_line: dict[bytes, int] = {}
     name_to_line: dict[tuple[str, str], int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -144,7 +144,7 @@ def _options(words: list[str], number: int) -> dict[str, str]:
 def _number(text: str | None, option: str, number: int) -> float | None:
     if text is None:
         return None
-    value = float(text) if re.fullmatch(r"\d{1,12}(\.\d{1,6})?", text) else 0.0
+    value = float(text) if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,6})?", text) else 0.0
     if value <= 0 or (option == "max_in_flight" and value != int(value)):
         raise KeyFlaw(f"line {number}: {option} must be a number above 0, not {text[:64]!r}")
     return value

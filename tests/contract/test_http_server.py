@@ -10,12 +10,13 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import httpx
 import pytest
 from router_chats import chat_body
 
 import deploy.http_server
 from deploy.config import ClusterConfig
-from deploy.http_server import HttpServer, MetricsServer, bind, check_port
+from deploy.http_server import HttpServer, MetricsServer, bind, check_port, router_server
 from deploy.local import serving
 from deploy.testing import fake_cluster, settled
 from fabric.contracts import ConfigError, EngineStats, FeatureStats, MemberId, WorkerReport
@@ -86,6 +87,20 @@ def test_a_port_of_somebody_else_is_refused_by_name() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"can't listen on {HOST}:{port}"):
             bind(HOST, port)
+
+
+@pytest.mark.parametrize(("num_bytes", "status"), [(7000, 200), (9000, 400)])
+async def test_the_limit_of_headers_is_that_of_the_config(num_bytes: int, status: int) -> None:
+    config = ClusterConfig.model_validate({"server": {"port": 0}, "limits": {"max_header_bytes": 8192}})
+    app = NamedApp("one")
+    server = router_server(app, config)
+    await server.start()
+    try:
+        async with httpx.AsyncClient() as client:
+            answer = await client.get(f"http://{HOST}:{server.port}/", headers={"x-long": "a" * num_bytes})
+        assert (answer.status_code, app.num_answers) == (status, int(status == 200))
+    finally:
+        await server.stop()
 
 
 async def test_a_port_on_which_another_cluster_listens_is_seen_before_models_load() -> None:

@@ -16,6 +16,7 @@ from tls_files import expire, make_certificate
 
 from deploy.config import ClusterConfig
 from deploy.http_server import HttpServer
+from deploy.local import serving
 from deploy.testing import fake_cluster
 from deploy.tls import TlsFiles, TlsRenewal, check_tls, open_tls
 from fabric.contracts import ConfigError
@@ -148,6 +149,15 @@ def test_files_that_can_not_be_used_are_named(files: TlsFiles, tmp_path: Path) -
         check_tls(expire(tmp_path, files))
     with pytest.raises(ConfigError, match=r"client\.crt can't be used"):
         check_tls(make_certificate(tmp_path, "client", usage="clientAuth"))
+
+
+async def test_a_cluster_does_not_start_with_an_expired_certificate(files: TlsFiles, tmp_path: Path) -> None:
+    expired = expire(tmp_path, files)
+    paths = {"tls_cert_file": expired.cert_file, "tls_key_file": expired.key_file}
+    config = ClusterConfig.model_validate({"server": {"port": 0} | paths})
+    with pytest.raises(ConfigError, match="certificate has expired"):
+        async with serving(config):
+            pytest.fail("no model may be loaded for a server that nobody can reach")
 
 
 def test_the_files_of_a_certificate_belong_together() -> None:

@@ -16,7 +16,7 @@ from deploy.demo.build import write_all_but_weights
 from deploy.testing import FakePools
 from fabric.contracts import MemberId
 from fabric.transport import LocalHub, LocalPlane
-from router.router_config import RouterConfig
+from router.router_config import GrammarLimits, RateQuota, RouterConfig
 from router.run import Pools
 
 
@@ -69,6 +69,39 @@ def test_what_is_written_reaches_the_router(model_dir: Path, plane: LocalPlane) 
     assert config.max_body_bytes == 3 * 2**20
     assert (config.block_size, config.on_encode_failure, config.video_options.max_frames) == (32, "reduce", 11)
     assert config.max_items_per_prompt["image"] == 2
+
+
+def test_limits_and_access_reach_the_router(model_dir: Path, plane: LocalPlane, tmp_path: Path) -> None:
+    limits = {
+        "max_messages": 11,
+        "max_content_parts": 12,
+        "max_media_items": 13,
+        "max_stop_strings": 14,
+        "max_stop_chars": 15,
+        "max_stop_token_ids": 16,
+    }
+    grammar = {
+        "max_grammar_bytes": 21,
+        "max_schema_depth": 22,
+        "max_grammar_choices": 23,
+        "max_grammar_symbols": 24,
+        "max_lexer_fuel": 25,
+        "grammar_timeout_s": 2.5,
+    }
+    media = {"probe_processes": 0, "max_audio_bytes": "3MiB", "max_decoded_bytes": "5MiB"}
+    keys = tmp_path / "keys"
+    keys.write_text(f"{'ab' * 32} shop web\n")
+    keys.chmod(0o600)
+    access = {"keys_file": str(keys), "operator_key_digests": ["cd" * 32], "burst_s": 12.0}
+    shop = {"requests_per_minute": 1.5, "tokens_per_minute": 2.5, "media_seconds_per_minute": 3.5}
+    config = composed(
+        model_dir, plane, limits=limits | grammar, media=media, access=access, tenants={"bank": {}, "shop": shop}
+    )
+    assert {name: getattr(config, name) for name in limits} == limits
+    assert config.grammar == GrammarLimits(21, 22, 23, 24, 25, 2.5)
+    assert (config.media_limits.max_audio_bytes, config.media_limits.max_decoded_bytes) == (3 * 2**20, 5 * 2**20)
+    assert (config.keys_file, config.operator_digests, config.rate_burst_s) == (keys, ("cd" * 32,), 12.0)
+    assert [each.rates for each in config.tenants] == [RateQuota(), RateQuota(1.5, 2.5, 3.5)]
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
