@@ -614,6 +614,8 @@ class ClusterConfig(Section):
             raise ValueError(
                 "access.operator_key_digests has a digest of a tenant; a line of access.keys_file may give both roles"
             )
+        if not self.tenants and (self.access.keys_file is not None or self.access.operator_key_digests):
+            raise ValueError("access has keys, but tenants names nobody who may send requests; add a tenant")
         if ANONYMOUS.name in self.tenants and self.tenants[ANONYMOUS.name].api_key_digests:
             raise ValueError(f"the tenant {ANONYMOUS.name} sends requests without a key; give it another name")
         return self

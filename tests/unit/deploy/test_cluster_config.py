@@ -101,6 +101,8 @@ def test_tenants_may_have_their_keys_in_a_file_and_share_caches_if_they_say_so()
             f"access: {{operator_key_digests: [{DIGEST}]}}\ntenants: {{a: {{api_key_digests: [{DIGEST}]}}}}",
             "access.operator_key_digests has a digest of a tenant",
         ),
+        (f"access: {{operator_key_digests: [{DIGEST}]}}", "tenants names nobody who may send requests"),
+        ("access: {keys_file: keys}", "tenants names nobody who may send requests"),
         ("tenants: {a: {tokens_per_minute: 0}}", "tenants.a.tokens_per_minute"),
         ("tenants: {a: {wieght: 2}}", "tenants.a.wieght: the key is unknown; did you mean weight?"),
         ("tenants: {a: {api_key_digests: [sk-secret]}}", "tenants.a.api_key_digests.0"),

@@ -13,7 +13,8 @@ import httpx
 import openai
 import pytest
 from asgi_exchange import Exchange
-from router_chats import chat_body, expected
+from router_chats import chat_body, expected, image, text
+from router_media_fakes import SOUND, audio, media_cluster, video
 from starlette.routing import Route
 
 from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster
@@ -226,6 +227,35 @@ async def test_usage_is_counted_by_tenant_and_key() -> None:
         assert total("completion_tokens") == usage["completion_tokens"]
         assert total("cached_tokens") == 0
         assert total("encoder_seconds") == 0
+
+
+async def test_seconds_of_sound_and_video_are_limited_and_counted_and_pictures_have_none() -> None:
+    """The sound track of the video belongs to it, so a video of three seconds and a sound of two make five."""
+    heard = Tenant("heard", (digest("sk-heard"),), rates=RateQuota(media_seconds_per_minute=6))
+    media = chat_body([video(sound=SOUND), audio(2), image(), text("?")])
+    async with media_cluster(tenants=(heard,)) as cluster:
+        transport = httpx.ASGITransport(create_app(cluster.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+            first = await client.post(CHAT, content=media, headers=bearer("sk-heard"))
+            assert first.status_code == 200
+            assert first.headers["x-ratelimit-remaining-media-seconds"] == "1"
+            num_encoded = len(cluster.encoders[0].requests)
+            refused = await client.post(CHAT, content=media, headers=bearer("sk-heard"))
+            assert code(refused) == (429, "rate_limit_exceeded")
+            assert "may use 6 seconds of media per minute" in refused.json()["error"]["message"]
+            assert 35_000 < int(refused.headers["retry-after-ms"]) <= 40_000
+            assert len(cluster.encoders[0].requests) == num_encoded
+            pictures = await client.post(CHAT, content=chat_body([image(), text("?")]), headers=bearer("sk-heard"))
+            assert pictures.status_code == 200
+        registry = cluster.service.metrics.registry
+        labels = {"tenant": "heard", "key": digest("sk-heard")[:8]}
+        seconds = {
+            modality: registry.get_sample_value(
+                "weft_router_usage_media_seconds_total", labels | {"modality": modality}
+            )
+            for modality in ("video", "audio", "image")
+        }
+        assert seconds == {"video": 3.0, "audio": 2.0, "image": None}
 
 
 @pytest.mark.parametrize(
