@@ -53,8 +53,11 @@ class RateQuota:
 
     @property
     def is_unlimited(self) -> bool:
-        limits = (self.requests_per_minute, self.tokens_per_minute, self.media_seconds_per_minute)
-        return all(limit is None for limit in limits)
+        return (
+            self.requests_per_minute is None
+            and self.tokens_per_minute is None
+            and self.media_seconds_per_minute is None
+        )
 
 
 NO_RATES = RateQuota()

@@ -30,7 +30,7 @@ CHECK_S = 1.0
 """The file is looked at at most this often."""
 MAX_FILE_BYTES = 2**20
 MAX_KEYS = 4096
-"""Limits the keys of a file. A look-up compares with all of them, which takes about 0.15 µs each."""
+"""Limits the keys of a file. A look-up compares with all of them, which takes about 0.1 µs each."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 NO_TENANT = "-"

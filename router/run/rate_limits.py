@@ -98,7 +98,7 @@ class RateLimiter:
         self._burst_s = burst_s
         self._clock = clock
         self._num_routers = 1
-        self._owners: dict[tuple[str, RateQuota], _Owner] = {}
+        self._owners: dict[tuple[str, str, RateQuota], _Owner] = {}
 
     def share(self, num_routers: int) -> None:
         """Sets the number of routers among which every quota is divided."""
@@ -173,21 +173,20 @@ class RateLimiter:
     def _of(self, caller: Caller) -> list[_Owner]:
         """Returns the buckets of the caller's key and of its tenant, and makes those that are missing. Nothing is made
         for what has no limit."""
-        tenant: Tenant = caller.tenant
-        wanted = [
-            (f"tenant {tenant.name}", "", tenant.rates),
-            (f"key {caller.key_name}", caller.key_id, caller.rates),
-        ]
         owners: list[_Owner] = []
-        for title, identity, rates in wanted:
-            if rates.is_unlimited:
-                continue
-            name = (f"{title}/{identity}", rates)
-            if name not in self._owners:
-                self._drop_idle()
-                self._owners[name] = _Owner(title, self._buckets(rates))
-            owners.append(self._owners[name])
+        tenant: Tenant = caller.tenant
+        if not tenant.rates.is_unlimited:
+            owners.append(self._owner("tenant", tenant.name, tenant.name, tenant.rates))
+        if not caller.rates.is_unlimited:
+            owners.append(self._owner("key", caller.key_id, caller.key_name, caller.rates))
         return owners
+
+    def _owner(self, kind: str, identity: str, name: str, rates: RateQuota) -> _Owner:
+        owner = self._owners.get((kind, identity, rates))
+        if owner is None:
+            self._drop_idle()
+            owner = self._owners[kind, identity, rates] = _Owner(f"{kind} {name}", self._buckets(rates))
+        return owner
 
     def _buckets(self, rates: RateQuota) -> dict[str, RateBucket]:
         limits = {
