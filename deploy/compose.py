@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.compute_dtype import with_dtype
-from deploy.config import ClusterConfig, EncoderSection, LinkEndSection, TenantSection
+from deploy.config import ClusterConfig, EncoderSection, LinkEndSection
 from deploy.logs import collect_library_logs
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
+from deploy.request_config import TenantSection
 from deploy.topology import find_place
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock

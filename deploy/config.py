@@ -9,72 +9,18 @@ or of how a cluster is built: `compose.py` hands each part what it needs as a sm
 
 from __future__ import annotations
 
-import dataclasses
-import ipaddress
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from deploy.config_values import Bytes, Device, LocalFile, Modality, Section, Switch, default_of
+from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
 from llm_workers.worker_config import Speculation, WorkerConfig
-from modalities.family import MediaOptions
-from modalities.media import MediaLimits
-from modalities.probing import ProbeLimits
 from modalities.registry import REGISTRY
-from router.fetch import FetchSettings
 from router.planning import LinkClass, PlannerSettings
-from router.router_config import ANONYMOUS, GrammarLimits, RouterConfig, Tenant
-
-PROBE_LIMITS = ProbeLimits()
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-
-
-def parse_bytes(value: object) -> object:
-    """Converts a size with a unit to bytes (`512MiB` -> 536870912); other values, such as integers, pass unchanged.
-    Raises ValueError for an unknown unit."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-    if match is None or match[2] not in _UNITS:
-        units = ", ".join(unit for unit in _UNITS if unit)
-        raise ValueError(f"{value!r} is not a size; write a number of bytes, or a number with a unit ({units})")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Device = Literal["cpu", "cuda"]
-
-
-LocalFile = Annotated[Path, AfterValidator(Path.absolute)]
-"""A relative path counts from the folder in which the config is read, because replicas run in other folders."""
-
-
-def _parse_switch(value: object) -> object:
-    """Converts a boolean back to `on` or `off`, because YAML 1.1 reads a bare `on` or `off` as a boolean."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-
-
-Switch = BeforeValidator(_parse_switch)
-
-
-def default_of(owner: type, name: str) -> Any:
-    """Returns the default of a field of `owner`, the config class of the part that uses the key. That class alone
-    states the default."""
-    default = next(field.default for field in dataclasses.fields(owner) if field.name == name)
-    assert default is not dataclasses.MISSING, f"{owner.__name__}.{name} has no default"
-    return default
-
-
-class Section(BaseModel):
-    """A `Section` is a part of the config. Unknown keys are refused."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-# ------------------------------------------------------------ sections
+from router.router_config import ANONYMOUS, RouterConfig
 
 
 class ModelSection(Section):
@@ -132,7 +78,7 @@ class LinkEndSection(Section):
     """Matches the name of the machine, as `GET /weft/members` shows it."""
     kind: Literal["encoder", "worker"] | None = None
     """Selects members of one kind; None selects both."""
-    labels: dict[str, str] = {}
+    labels: dict[str, str] = Field({})
     """Maps names of node labels to patterns; a member without such a label is not selected."""
 
 
@@ -200,199 +146,6 @@ class RouterSection(Section):
     its machine. The first entry that fits a pair counts."""
 
 
-class AccessSection(Section):
-    """Says where further API keys are, besides those under `tenants`, and how quotas per minute are counted."""
-
-    keys_file: LocalFile | None = default_of(RouterConfig, "keys_file")
-    """Names a file with one API key per line, as its digest, its tenant and its name; `weft key new` makes such a line.
-    Routers read the file again within a second of a change. With a file, every request needs a key."""
-    operator_key_digests: tuple[Digest, ...] = default_of(RouterConfig, "operator_digests")
-    """Lists the SHA-256 digests of the keys that may read `/metrics` and `/weft`. The file may have such keys too."""
-    burst_s: float = Field(default_of(RouterConfig, "rate_burst_s"), ge=1, le=3600)
-    """A quota per minute lets through what it gives in this many seconds at once. A smaller number spreads requests
-    more evenly, and refuses more of them."""
-
-
-Rate = Annotated[float, Field(gt=0)]
-
-
-class TenantSection(Section):
-    """Describes a party that sends requests. Without a limit, that of the router holds. Quotas per minute and
-    `max_in_flight` hold for all routers together, each of which gives its part; the other limits hold in each
-    router."""
-
-    api_key_digests: tuple[Digest, ...] = ()
-    """Lists the SHA-256 digests of the tenant's API keys (`printf %s KEY | sha256sum`). A request with one of these
-    keys in `Authorization: Bearer KEY` is this tenant's. One tenant may have none: it sends the requests without a
-    key."""
-    weight: float = Field(default_of(Tenant, "weight"), gt=0)
-    """A tenant with twice the weight gets twice the service while requests of both wait."""
-    service_class: Literal["interactive", "batch"] = default_of(Tenant, "service_class")
-    """Says how urgent the tenant's requests are: `batch` gives all of them spare capacity only, and with `interactive`
-    a request may ask for that."""
-    ttft_deadline_ms: int | None = Field(None, ge=1)
-    """Refuses requests whose first token is predicted later than this (429), where a request states no deadline of its
-    own."""
-    max_in_flight: int | None = Field(None, ge=1)
-    """Limits the requests of the tenant that are admitted and have not ended, in all routers together."""
-    max_bodies_bytes: Bytes | None = None
-    """Limits the bodies of the tenant's requests in flight together."""
-    max_prompt_tokens: int | None = Field(None, ge=1)
-    """Limits the prompt tokens of the tenant's requests in flight together."""
-    cache_salt: str | None = Field(None, max_length=256)
-    """Keeps the tenant's caches apart from those of others: it is put before the `cache_salt` of each request. With
-    none, the tenant has caches of its own; tenants with the same salt share theirs, also those with an empty one."""
-    requests_per_minute: Rate | None = None
-    """Limits the requests of the tenant per minute; a further one is answered 429."""
-    tokens_per_minute: Rate | None = None
-    """Limits the tokens of the tenant's prompts and answers per minute."""
-    media_seconds_per_minute: Rate | None = None
-    """Limits the length of the tenant's sounds and videos per minute; pictures have none."""
-
-
-def _check_modality(name: str) -> str:
-    if not REGISTRY.has_modality(name):
-        raise ValueError(f"the modality {name!r} is unknown; known modalities are {', '.join(REGISTRY.modalities)}")
-    return name
-
-
-Modality = Annotated[str, AfterValidator(_check_modality)]
-
-
-def _check_network(text: str) -> str:
-    try:
-        return str(ipaddress.ip_network(text))
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not a network in CIDR notation, such as 10.1.0.0/16: {error}") from error
-
-
-HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_.:-]+)$", max_length=255)]
-
-
-class FetchSection(Section):
-    """Says which media the routers fetch that requests name by URL, and how much time and memory that may take. The
-    defaults fetch from public addresses, by https alone."""
-
-    enabled: bool = True
-    """Says whether media are fetched. If not, a URL other than a `data:` URL is answered 400."""
-    schemes: tuple[Literal["https", "http", "file"], ...] = default_of(FetchSettings, "schemes")
-    """Lists the schemes that URLs may have; `file` needs a `file_root`."""
-    allowed_hosts: tuple[HostPattern, ...] = default_of(FetchSettings, "allowed_hosts")
-    """Lists the hosts that may be asked: a name, `*.example.com` for every name below it, or `*` for all."""
-    denied_hosts: tuple[HostPattern, ...] = default_of(FetchSettings, "denied_hosts")
-    """Lists hosts, in the same form, that may not be asked even if `allowed_hosts` names them."""
-    allowed_networks: tuple[Annotated[str, AfterValidator(_check_network)], ...] = default_of(
-        FetchSettings, "allowed_networks"
-    )
-    """Lists networks, such as `10.1.0.0/16`, from which media may be fetched although their addresses are private.
-    Every client may then ask every host in them, on the allowed ports."""
-    allowed_ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = default_of(FetchSettings, "allowed_ports")
-    """Lists the ports that may be asked."""
-    max_redirects: int = Field(default_of(FetchSettings, "max_redirects"), ge=0, le=20)
-    """Limits the redirects of a URL; each is checked like the URL itself."""
-    max_request_bytes: Bytes = default_of(FetchSettings, "max_request_bytes")
-    """Limits what is fetched for one request; `media.max_bytes_per_item` limits each file."""
-    connect_timeout_s: float = Field(default_of(FetchSettings, "connect_timeout_s"), gt=0)
-    """Limits the time to find the address of a host, and to connect to it."""
-    read_timeout_s: float = Field(default_of(FetchSettings, "read_timeout_s"), gt=0)
-    """Limits the time in which a server sends nothing."""
-    total_timeout_s: float = Field(default_of(FetchSettings, "total_timeout_s"), gt=0)
-    """Limits the time of one fetch, redirects included."""
-    wait_s: float = Field(default_of(FetchSettings, "wait_s"), gt=0)
-    """Limits the wait for a place among the fetches, and for memory; after that the request is answered 429."""
-    max_concurrent: int = Field(default_of(FetchSettings, "max_concurrent"), ge=1, le=1024)
-    """Limits the fetches in progress of each router."""
-    in_flight_bytes: Bytes = default_of(FetchSettings, "in_flight_bytes")
-    """Limits the bytes that are being fetched for all requests of a router together."""
-    cache_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)] = default_of(FetchSettings, "cache_bytes")
-    """Limits the fetched files that each router keeps for later requests, as their servers allow; 0 keeps none."""
-    memory_bytes: Bytes = default_of(FetchSettings, "memory_bytes")
-    """Limits the memory of the process that fetches, beside that of the files themselves."""
-    file_root: Path | None = default_of(FetchSettings, "file_root")
-    """Names the folder, on the machines of the routers, in which `file:` URLs must lie."""
-    ca_file: Path | None = default_of(FetchSettings, "ca_file")
-    """Names a file of certificates (PEM) that are trusted in addition to those of the system."""
-
-    def summary(self) -> str:
-        """Returns in words what may be fetched, for `weft check`."""
-        if not self.enabled:
-            return "media by URL: none are fetched"
-        hosts = "any host" if "*" in self.allowed_hosts else ", ".join(self.allowed_hosts) or "no host"
-        denied = f" except {', '.join(self.denied_hosts)}" if self.denied_hosts else ""
-        networks = f" and in {', '.join(self.allowed_networks)}" if self.allowed_networks else ""
-        root = f"; files under {self.file_root}" if self.file_root is not None else ""
-        ports = ", ".join(map(str, self.allowed_ports))
-        schemes = " and ".join(scheme for scheme in self.schemes if scheme != "file") or "nothing"
-        return (
-            f"media by URL: {schemes} from {hosts}{denied} with public addresses{networks}, on the ports {ports}{root}"
-        )
-
-    @model_validator(mode="after")
-    def _check_root(self) -> FetchSection:
-        if ("file" in self.schemes) != (self.file_root is not None):
-            raise ValueError("file: URLs need both `file` in schemes and a file_root; set both, or neither")
-        return self
-
-
-class MediaSection(Section):
-    """Says which media clients may send, how media are sampled where a request does not say, and what happens when
-    encoding fails."""
-
-    limit_mm_per_prompt: dict[Modality, Annotated[int, Field(ge=0)]] = {}
-    """Limits the items of a modality in one request, where the limit is lower than the model's own; 0 refuses the
-    modality."""
-    sampling: Literal["fps", "uniform", "keyframe"] = default_of(MediaOptions, "sampling")
-    """Chooses the frames of a video: `fps` takes them at a fixed rate, `uniform` spreads them evenly, and `keyframe`
-    takes those at which the picture changes."""
-    fps: float = Field(default_of(MediaOptions, "fps"), gt=0)
-    """Sets the frames per second that the model sees of a video, for the sampling `fps`."""
-    max_frames: int = Field(default_of(MediaOptions, "max_frames"), ge=1)
-    """Limits the frames of a video that the model sees, where a request does not say."""
-    max_video_tokens: int = Field(default_of(MediaOptions, "max_tokens"), ge=1)
-    """Limits the tokens of all videos of a request together."""
-    num_pooled_frames: int = Field(default_of(MediaOptions, "num_pooled_frames"), ge=1)
-    """Averages this many temporal patches into one; 1 turns this off."""
-    keep_fraction: float = Field(default_of(MediaOptions, "keep_fraction"), gt=0, le=1)
-    """Keeps this fraction of the rows of a temporal patch, evenly spread."""
-    max_bytes_per_item: Bytes = default_of(MediaLimits, "max_bytes_per_item")
-    """Limits the file of one item. A request's body has a smaller limit of its own (`server.max_body_bytes`)."""
-    max_image_pixels: int = Field(default_of(MediaLimits, "max_image_pixels"), ge=1)
-    """Limits the width x height of a picture. The default is the number above which Pillow warns of a decompression
-    bomb."""
-    max_video_pixels: int = Field(default_of(MediaLimits, "max_video_pixels"), ge=1)
-    """Limits the pixels of one frame."""
-    max_video_seconds: float = Field(default_of(MediaLimits, "max_video_seconds"), gt=0)
-    """Limits the length of a video."""
-    max_video_frames: int = Field(default_of(MediaLimits, "max_video_frames"), ge=1)
-    """Limits the frames of a video file, before any are chosen."""
-    max_audio_seconds: float = Field(default_of(MediaLimits, "max_audio_seconds"), gt=0)
-    """Limits the length of a sound, and of the sound track of a video that the model hears."""
-    max_audio_bytes: Bytes = default_of(MediaLimits, "max_audio_bytes")
-    """Limits the file of one sound."""
-    max_decoded_bytes: Bytes = default_of(MediaLimits, "max_decoded_bytes")
-    """Limits what all media of a request take together once they are decoded, as their headers say: 4 bytes for each
-    pixel of a picture and for each sample of a channel of a sound. The default is one picture of the largest size."""
-    probe_processes: int = Field(2, ge=0)
-    """Sets the number of helper processes of each router. They read the headers of videos, of sounds, and of pictures
-    whose first bytes do not contain the whole header. With 0, a thread of the router reads them."""
-    probe_cpu_s: dict[Modality, Annotated[float, Field(gt=0)]] = {}
-    """Limits the processor time for reading a header; the defaults are 1 s for a picture and 5 s for other media."""
-    probe_timeout_s: float = Field(PROBE_LIMITS.timeout_s, gt=0)
-    """Limits the wall-clock time for reading a header. The router takes a file that exceeds it as a sign that the
-    machine is too busy (503)."""
-    probe_memory_bytes: Bytes = PROBE_LIMITS.memory_bytes
-    """Limits the memory of each of these helper processes."""
-    fetch: FetchSection = FetchSection()
-    """Says what is fetched of the media that requests name by URL."""
-    on_encode_failure: Literal["error", "reduce", "text_only"] = default_of(RouterConfig, "on_encode_failure")
-    """`error` fails the request. `reduce` encodes the medium once more with every other frame, or with half the sides,
-    and fails the request if that fails too. `text_only` does the same, but then answers without the medium."""
-    encode_timeout_ms: dict[Modality, Annotated[int, Field(ge=1)]] = {}
-    """Limits the time for encoding an item, its wait at the encoder included; the defaults are 10 s for a picture, 20 s
-    for a sound and 60 s for a video. An encoder that is too busy says so within this time, and the router tries another
-    one."""
-
-
 Seconds = Annotated[float, Field(gt=0)]
 
 
@@ -426,10 +179,10 @@ class EncoderSection(Section):
     """An encoder holds a feature for its worker for this long; after that the feature may be evicted."""
     decode_processes: int = Field(default_of(EncoderConfig, "num_decode_processes"), ge=0)
     """Sets the number of decode processes; with more than one, a long video never delays the decoding of a picture."""
-    decode_cpu_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = {}
+    decode_cpu_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = Field({})
     """Limits the processor time for decoding an item; an item that takes more is refused (400). The defaults are 8 s
     for a picture, 16 s for a sound and 48 s for a video; a single number applies to all modalities."""
-    decode_timeout_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = {}
+    decode_timeout_s: Annotated[dict[Modality, Seconds], BeforeValidator(_for_all)] = Field({})
     """Limits the wall-clock time for decoding an item. The encoder takes an item that exceeds it as a sign that the
     machine is too busy (503). The defaults are 9 s for a picture, 18 s for a sound and 54 s for a video, which is less
     than `media.encode_timeout_ms`."""
@@ -515,46 +268,13 @@ class WorkerSection(Section):
     """Adds this to `step_delay_s` for each sequence that decodes in a step."""
 
 
-class LimitsSection(Section):
-    """Limits the parts of one request, so that no request costs more than another by its form alone. What passes a
-    limit is answered 400 before any work. `media` limits the media themselves, and `weft check` prints all limits."""
-
-    max_header_bytes: int = Field(64 * 2**10, ge=4096, le=2**20)
-    """Limits the request line and the headers together."""
-    max_messages: int = Field(default_of(RouterConfig, "max_messages"), ge=1)
-    """Limits the messages of a request."""
-    max_content_parts: int = Field(default_of(RouterConfig, "max_content_parts"), ge=1)
-    """Limits the parts of the contents of all messages of a request together."""
-    max_media_items: int = Field(default_of(RouterConfig, "max_media_items"), ge=1)
-    """Limits the media of a request, of all modalities together."""
-    max_stop_strings: int = Field(default_of(RouterConfig, "max_stop_strings"), ge=1)
-    """Limits the strings of `stop`."""
-    max_stop_chars: int = Field(default_of(RouterConfig, "max_stop_chars"), ge=1)
-    """Limits the characters of each stop string."""
-    max_stop_token_ids: int = Field(default_of(RouterConfig, "max_stop_token_ids"), ge=1)
-    """Limits the ids of `stop_token_ids`."""
-    max_grammar_bytes: Bytes = default_of(GrammarLimits, "max_bytes")
-    """Limits the text of a JSON schema, of a regular expression, or of all choices together."""
-    max_schema_depth: int = Field(default_of(GrammarLimits, "max_depth"), ge=1, le=128)
-    """Limits how deep objects and arrays are nested in a JSON schema."""
-    max_grammar_choices: int = Field(default_of(GrammarLimits, "max_choices"), ge=1)
-    """Limits the strings of `guided_choice`."""
-    max_grammar_symbols: int = Field(default_of(GrammarLimits, "max_symbols"), ge=1, le=500_000)
-    """Limits the symbols of a compiled grammar; a short schema of unions within intersections may have very many."""
-    max_lexer_fuel: int = Field(default_of(GrammarLimits, "max_lexer_fuel"), ge=1, le=1_000_000)
-    """Limits the steps in which the regular expressions of a grammar are built."""
-    grammar_timeout_s: float = Field(default_of(GrammarLimits, "compile_timeout_s"), gt=0)
-    """Limits the time in which a grammar is compiled. The limits above make grammars refused sooner, and on every
-    machine alike."""
-
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class LoggingSection(Section):
     level: LogLevel = "info"
     """Sets the level of Weft's own modules; libraries log from `warning` on."""
-    levels: dict[str, LogLevel] = {}
+    levels: dict[str, LogLevel] = Field({})
     """Sets the levels of single loggers by name, for example `router`, `llm_workers.engine` or `uvicorn`."""
     format: Literal["text", "json"] = "text"
     """Writes lines for people (`text`) or for machines (`json`)."""

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from deploy.config import ClusterConfig, Section
+from deploy.config import ClusterConfig
+from deploy.config_values import Section
 from fabric.contracts import ConfigError
 from router.api import describe_flaw, shown
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ def inherited_docstrings(section: type) -> dict[str, str]:
                 assert isinstance(statement.target, ast.Name)
                 assert isinstance(owner, ast.Name)
                 assert isinstance(field, ast.Constant)
-                docstrings = field_docstrings(getattr(cluster_config, owner.id))
+                docstrings = field_docstrings(getattr(sys.modules[section.__module__], owner.id))
                 if field.value in docstrings:
                     found.setdefault(statement.target.id, docstrings[field.value])
     return found

@@ -9,8 +9,9 @@ import pytest
 
 import deploy.config
 from deploy.compose import link_overrides, max_items_per_prompt, media_limits, mel_device, tenants, video_options
-from deploy.config import ClusterConfig, parse_bytes
+from deploy.config import ClusterConfig
 from deploy.config_file import check_config, load_config
+from deploy.config_values import parse_bytes
 from encoder_pool.encoder_config import DEFAULT_LIMITS
 from fabric.contracts import ConfigError
 from modalities.family import MediaOptions

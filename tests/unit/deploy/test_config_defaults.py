@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import compose, config
+from deploy import compose, config, request_config
 from deploy.config import ClusterConfig
 
 OWNERS = {
@@ -42,7 +42,8 @@ def handed_on() -> list[tuple[str, str, str]]:
 def taken_from_owners() -> dict[str, list[tuple[str, str]]]:
     """Returns, for each config key, the (owner, its field) pairs from which its default is taken."""
     taken: dict[str, list[tuple[str, str]]] = {}
-    for statement in ast.walk(ast.parse(Path(config.__file__).read_text())):
+    trees = [ast.parse(Path(str(module.__file__)).read_text()) for module in (config, request_config)]
+    for statement in (statement for tree in trees for statement in ast.walk(tree)):
         if not isinstance(statement, ast.AnnAssign) or statement.value is None:
             continue
         for call in ast.walk(statement.value):
@@ -63,7 +64,7 @@ def has_default(owner: str, name: str) -> bool:
 @pytest.mark.parametrize(("owner", "field", "key"), handed_on())
 def test_what_is_handed_on_has_its_default_at_its_owner_alone(owner: str, field: str, key: str) -> None:
     if has_default(owner, field):
-        assert (owner, field) in taken_from_owners().get(key, []), f"{key}: stated in deploy/config.py too"
+        assert (owner, field) in taken_from_owners().get(key, []), f"{key}: stated in the config too"
 
 
 def test_the_test_sees_them() -> None:

@@ -107,8 +107,8 @@ async def test_the_media_of_a_request_are_fetched_at_once_for_its_tenant() -> No
         found = await answer(client, by_url(CAT), image(3), by_url(DOG), cache_salt="mine")
         assert found.status_code == 200
         (one, two) = fetcher.asked
-        assert one == (CAT, "mine", two[2])
-        assert two[:2] == (DOG, "mine")
+        assert one == (CAT, "0:/mine", two[2])
+        assert two[:2] == (DOG, "0:/mine")
         assert [item.part for item in cluster.workers[0].requests[0].media] == [
             f"messages.0.content.{n}" for n in (1, 2, 3)
         ]

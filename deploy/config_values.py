@@ -1,0 +1,73 @@
+"""Defines what the sections of the cluster's configuration consist of: `Section` itself, and values that a file may
+write in several forms, such as sizes with a unit.
+
+The module knows no key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from modalities.registry import REGISTRY
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(value: object) -> object:
+    """Converts a size with a unit to bytes (`512MiB` -> 536870912); other values, such as integers, pass unchanged.
+    Raises ValueError for an unknown unit."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise ValueError(f"{value!r} is not a size; write a number of bytes, or a number with a unit ({units})")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Device = Literal["cpu", "cuda"]
+
+
+LocalFile = Annotated[Path, AfterValidator(Path.absolute)]
+"""A relative path counts from the folder in which the config is read, because replicas run in other folders."""
+
+
+def _parse_switch(value: object) -> object:
+    """Converts a boolean back to `on` or `off`, because YAML 1.1 reads a bare `on` or `off` as a boolean."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+
+
+Switch = BeforeValidator(_parse_switch)
+
+
+def default_of(owner: type, name: str) -> Any:
+    """Returns the default of a field of `owner`, the config class of the part that uses the key. That class alone
+    states the default."""
+    default = next(field.default for field in dataclasses.fields(owner) if field.name == name)
+    assert default is not dataclasses.MISSING, f"{owner.__name__}.{name} has no default"
+    return default
+
+
+class Section(BaseModel):
+    """A `Section` is a part of the config. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# ------------------------------------------------------------ sections
+
+
+def _check_modality(name: str) -> str:
+    if not REGISTRY.has_modality(name):
+        raise ValueError(f"the modality {name!r} is unknown; known modalities are {', '.join(REGISTRY.modalities)}")
+    return name
+
+
+Modality = Annotated[str, AfterValidator(_check_modality)]
