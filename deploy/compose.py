@@ -413,6 +413,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         media_limits=media_limits(config),
         max_items_per_prompt=max_items_per_prompt(config, model.family),
         video_options=video_options(config),
+        named_media_bytes=media.named_media_bytes,
         on_encode_failure=media.on_encode_failure,
         encode_timeout_ms=MODALITY_TO_ENCODE_TIMEOUT_MS | media.encode_timeout_ms,
     )

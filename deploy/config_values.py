@@ -31,6 +31,8 @@ def parse_bytes(value: object) -> object:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+"""Is a number of bytes that may be 0."""
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Device = Literal["cpu", "cuda"]
 

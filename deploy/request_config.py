@@ -10,9 +10,9 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from deploy.config_values import Bytes, Digest, LocalFile, Modality, Section, default_of, parse_bytes
+from deploy.config_values import Bytes, Digest, LocalFile, Modality, Section, Size, default_of
 from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
@@ -117,7 +117,7 @@ class FetchSection(Section):
     """Limits the fetches in progress of each router."""
     in_flight_bytes: Bytes = default_of(FetchSettings, "in_flight_bytes")
     """Limits the bytes that are being fetched for all requests of a router together."""
-    cache_bytes: Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)] = default_of(FetchSettings, "cache_bytes")
+    cache_bytes: Size = default_of(FetchSettings, "cache_bytes")
     """Limits the fetched files that each router keeps for later requests, as their servers allow; 0 keeps none."""
     memory_bytes: Bytes = default_of(FetchSettings, "memory_bytes")
     """Limits the memory of the process that fetches, beside that of the files themselves."""
@@ -185,6 +185,9 @@ class MediaSection(Section):
     max_decoded_bytes: Bytes = default_of(MediaLimits, "max_decoded_bytes")
     """Limits what all media of a request take together once they are decoded, as their headers say: 4 bytes for each
     pixel of a picture and for each sample of a channel of a sound. The default is one picture of the largest size."""
+    named_media_bytes: Size = default_of(RouterConfig, "named_media_bytes")
+    """Keeps the media to which clients gave a `uuid`, in each router, so that later requests may send the `uuid` alone;
+    0 keeps none. What was not used for longest is forgotten first."""
     probe_processes: int = Field(2, ge=0)
     """Sets the number of helper processes of each router. They read the headers of videos, of sounds, and of pictures
     whose first bytes do not contain the whole header. With 0, a thread of the router reads them."""

@@ -148,6 +148,8 @@ class RouterConfig:
     video_options: MediaOptions = DEFAULT_OPTIONS
     """Says how videos are sampled where a request does not say; `max_tokens` limits all videos of a request
     together."""
+    named_media_bytes: int = 256 * MIB
+    """Limits the media that a router keeps because clients gave them a name (`uuid`)."""
     answer_tokens: int = 512
     """Videos leave this many tokens of the context for an answer of no stated length, at most an eighth of the
     context."""

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, FailFast
 
 from fabric.contracts import InvalidRequest
 from router.api.field_errors import shown
+from router.api.file_part import file_as_part
 from router.api.tool_fields import ToolCall
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -57,6 +58,10 @@ class MediaPart(NamedTuple):
     param: str
     detail: Detail = "auto"
     """Says how closely the model should look at a picture."""
+    uuid: str = ""
+    """Is the client's own name for the medium; it is empty if there is none."""
+    has_content: bool = True
+    """Is False if the part has only a name, of a medium that an earlier request has sent."""
 
 
 Part = TextPart | MediaPart
@@ -96,8 +101,10 @@ def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
     if kind not in PART_TYPE_TO_MODALITY and not is_media(kind):
         known = ", ".join(("text", *PART_TYPE_TO_MODALITY))
         raise InvalidRequest(f"the content part type {shown(kind)} is unknown; known types are {known}", param=param)
-    _check_uuid(part, kind, param)
-    return MediaPart(kind, part, param, _detail(part, kind, param))
+    if kind == "file" and not is_media(kind):
+        return _part(file_as_part(part, param), param, is_media)
+    uuid, has_content = _name(part, kind, param)
+    return MediaPart(kind, part, param, _detail(part, kind, param), uuid, has_content)
 
 
 def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
@@ -115,19 +122,17 @@ def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
     return "low" if found == "low" else "high"
 
 
-def _check_uuid(part: Mapping[str, object], kind: str, param: str) -> None:
-    """Checks a client's name for a medium (vLLM's extension), which stands next to the medium or within it. The name is
-    a label without effect: a medium is identified by its content, so that no client can refer to another client's
-    medium. Raises InvalidRequest for a name that is not a string of 1 to `MAX_UUID_LENGTH` characters, and for a name
-    without the medium."""
+def _name(part: Mapping[str, object], kind: str, param: str) -> tuple[str, bool]:
+    """Returns a client's name for a medium (vLLM's extension), which stands next to the medium or within it, and
+    whether the part has the medium too. Raises InvalidRequest for a name that is not a string of 1 to `MAX_UUID_LENGTH`
+    characters."""
     value = part.get(kind)
     inner = value if isinstance(value, Mapping) else {}
     uuid = part.get("uuid", inner.get("uuid"))
     if uuid is None:
-        return
+        return "", True
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
         message = f"a `uuid` must be a string of 1 to {MAX_UUID_LENGTH} characters, not {shown(uuid)}"
         raise InvalidRequest(message, param=f"{param}.uuid")
-    has_medium = bool(set(inner) - {"uuid", "detail"}) if isinstance(value, Mapping) else bool(value)
-    if kind in PART_TYPE_TO_MODALITY and not has_medium:
-        raise InvalidRequest("a `uuid` can't replace the content of a medium; send the content too", param=param)
+    contents = [each for key, each in inner.items() if key not in ("uuid", "detail", "format")]
+    return uuid, any(contents) if isinstance(value, Mapping) else bool(value)

@@ -57,6 +57,7 @@ from router.prompt.generation_options import (
     structure_field,
     too_slow,
 )
+from router.prompt.named_media import NamedMedia
 from router.prompt.request_media import (
     NOTHING_LOST,
     VIDEO,
@@ -204,6 +205,7 @@ class PromptBuilder:
             prober,
             self._in_media_thread,
             self._url_media,
+            NamedMedia(config.named_media_bytes),
         )
         self._planner = MediaPlanner(family)
         self._formats = AnswerFormats(codec, config.tool_format, config.reads_reasoning)

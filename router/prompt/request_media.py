@@ -25,6 +25,7 @@ from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, decod
 from modalities.registry import Registry
 from router.api import PART_TYPE_TO_MODALITY, MediaPart, shown
 from router.fetch import FetchedFile
+from router.prompt.named_media import NamedMedia
 from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 
 P = ParamSpec("P")
@@ -58,8 +59,10 @@ class MediaReader:
         prober: Prober,
         in_thread: InThread,
         url_media: UrlMedia | None = None,
+        named_media: NamedMedia | None = None,
     ) -> None:
-        """`url_media` fetches; without it, only `data:` URLs are taken."""
+        """`url_media` fetches; without it, only `data:` URLs are taken. `named_media` keeps media to which clients gave
+        names."""
         self.max_items = max_items
         self._model_name = model_name
         self._limits = limits
@@ -67,6 +70,7 @@ class MediaReader:
         self._prober = prober
         self._in_thread = in_thread
         self._url_media = url_media or UrlMedia()
+        self._named_media = named_media or NamedMedia(0)
 
     async def read(
         self,
@@ -146,13 +150,27 @@ class MediaReader:
         """Returns the files of the parts, in order. What the request contains is read before anything is fetched."""
         urls = self._url_media.find(parts)
         wanted = list(zip(parts, plugins, strict=True))
-        inside = [(part, plugin) for part, plugin in wanted if part.param not in urls]
+        kept = {part.param: self._kept(part, plugin, salt) for part, plugin in wanted if not part.has_content}
+        inside = [(part, plugin) for part, plugin in wanted if part.param not in urls and part.has_content]
         files = await self._in_thread(self._parse, inside) if inside else {}
         if urls:
             fetched = await self._url_media.fetch(urls, salt, account)
             part_to_plugin = {part.param: plugin for part, plugin in wanted}
             files |= await self._in_thread(self._take, fetched, part_to_plugin)
+        for part, plugin in wanted:
+            if part.uuid and part.has_content:
+                self._named_media.keep(salt, plugin.modality, part.uuid, files[part.param].data)
+        files |= kept
         return [files[part.param] for part in parts]
+
+    def _kept(self, part: MediaPart, plugin: ModalityPlugin, salt: str) -> _File:
+        """Returns the file that an earlier request has sent under the part's name. Raises InvalidRequest if it is not
+        kept (any more)."""
+        data = self._named_media.find(salt, plugin.modality, part.uuid)
+        if data is None:
+            message = f"the `uuid` {shown(part.uuid)} names no medium that this router keeps; send its content with it"
+            raise InvalidRequest(message, param=part.param)
+        return _File(data, content_digest(data), _first_header(plugin, data))
 
     def _parse(self, wanted: Sequence[tuple[MediaPart, ModalityPlugin]]) -> dict[str, _File]:
         """Returns the files that parts contain, by part."""

@@ -288,15 +288,22 @@ def test_only_pictures_have_a_low_detail() -> None:
         parts_of(message(content=[{"type": "video_url", "video_url": {"url": "data:,", "detail": "low"}}]), 0)
 
 
-def test_a_uuid_is_a_label_and_never_a_medium() -> None:
+def test_a_uuid_stands_beside_a_medium_or_alone() -> None:
     url = {"url": "data:,"}
-    for part in ({"image_url": url, "uuid": "cat"}, {"image_url": {**url, "uuid": "cat"}}, {"image_url": "data:,"}):
+    for part in ({"image_url": url, "uuid": "cat"}, {"image_url": {**url, "uuid": "cat"}}):
         (parsed,) = parts_of(message(content=[{"type": "image_url", **part}]), 0)
         assert isinstance(parsed, MediaPart)
-    for part in ({"image_url": None, "uuid": "cat"}, {"uuid": "cat"}, {"image_url": {"uuid": "cat"}}):
-        with pytest.raises(InvalidRequest, match="can't replace the content") as caught:
-            parts_of(message(content=[{"type": "image_url", **part}]), 0)
-        assert caught.value.param == "messages.0.content.0"
+        assert (parsed.uuid, parsed.has_content) == ("cat", True)
+    for part in (
+        {"image_url": None, "uuid": "cat"},
+        {"uuid": "cat"},
+        {"image_url": {"uuid": "cat"}},
+        {"image_url": {"url": "", "detail": "low"}, "uuid": "cat"},
+        {"image_url": "", "uuid": "cat"},
+    ):
+        (parsed,) = parts_of(message(content=[{"type": "image_url", **part}]), 0)
+        assert isinstance(parsed, MediaPart)
+        assert (parsed.uuid, parsed.has_content) == ("cat", False)
     for uuid in ("", "x" * 257, 5, ["cat"]):
         with pytest.raises(InvalidRequest, match="a `uuid` must be a string of 1 to 256 characters, not ") as caught:
             parts_of(message(content=[{"type": "image_url", "image_url": url, "uuid": uuid}]), 0)

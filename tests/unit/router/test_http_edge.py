@@ -261,7 +261,7 @@ async def test_a_request_that_no_router_knows_is_named() -> None:
         (chat_body(functions=[{}]), 400, "invalid_request", "functions"),
         (chat_body([text("a"), {"type": "hologram"}]), 400, "invalid_request", "messages.0.content.1"),
         (chat_body([{"type": "input_audio", "input_audio": {}}]), 400, "unsupported_modality", "messages.0.content.0"),
-        (chat_body([{"type": "file", "file": {}}]), 400, "unsupported_modality", "messages.0.content.0"),
+        (chat_body([{"type": "file", "file": {}}]), 400, "invalid_request", "messages.0.content.0.file.file_data"),
         (
             chat_body([{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]),
             400,
