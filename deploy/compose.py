@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from llm_workers.worker_service import WorkerService
     from router.service import RouterService
 
+DEMO_TRANSCRIPTION = "Which word is spoken?"
+"""Is one of the questions that the demo model was trained on."""
 ATTENTION_NAME = "weft_paged"
 DECODED_BATCHES = 4
 """An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
@@ -376,6 +378,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         model_name=model.name,
         system_fingerprint=system_fingerprint(model),
         embeddings=config.model.embeddings,
+        transcription_prompt=DEMO_TRANSCRIPTION if config.model.path is None else config.model.transcription_prompt,
         tool_format=config.model.tool_format,
         reads_reasoning=config.model.reads_reasoning,
         shows_members=config.ray.address is None,

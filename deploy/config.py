@@ -36,6 +36,9 @@ class ModelSection(Section):
     embeddings: Literal["off", "last", "mean"] = default_of(RouterConfig, "embeddings")
     """Serves embeddings of texts and conversations (`/v1/embeddings`): the last hidden state of the last token
     (`last`), or the mean over all tokens (`mean`). The model must have been trained for it to be of use."""
+    transcription_prompt: str = default_of(RouterConfig, "transcription_prompt")
+    """Asks a model that hears for a transcript (`/v1/audio/transcriptions`). The demo model has a question of its
+    own."""
     reads_reasoning: bool = default_of(RouterConfig, "reads_reasoning")
     """Says whether answers tell the model's reasoning apart from the text (`reasoning_content`), where its chat
     template has marks for it."""

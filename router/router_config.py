@@ -108,6 +108,8 @@ class RouterConfig:
     """Says of which of the last hidden states the embeddings of prompts are made; `off` serves none."""
     tool_format: str = "auto"
     """Names the format in which the model writes calls of tools (`modalities.answers`)."""
+    transcription_prompt: str = "Write down what is said in this recording, and nothing else."
+    """Is what the model is asked for a transcript."""
     reads_reasoning: bool = True
     """Says whether answers tell the model's reasoning apart from the text."""
     feature_itemsize: int = 4

@@ -22,6 +22,7 @@ from router.api.answer_parts import (
     error_event,
     logprobs_object,
     prompt_logprobs_list,
+    sse_event,
     usage_sum,
 )
 from router.api.chat_message import PART_TYPE_TO_MODALITY, ChatMessage, MediaPart, Part, TextPart, parts_of
@@ -57,6 +58,7 @@ from router.api.responses_answer import ResponseWriter
 from router.api.responses_request import ResponsesChat, parse_responses
 from router.api.token_requests import parse_detokenize, parse_tokenize, text_answer, tokens_answer
 from router.api.tool_fields import ToolCall, chosen_names
+from router.api.transcription_request import Transcription, parse_transcription
 
 __all__ = [
     "DONE",
@@ -86,6 +88,7 @@ __all__ = [
     "TextPart",
     "TokenBytes",
     "ToolCall",
+    "Transcription",
     "Usage",
     "check_chat",
     "check_context",
@@ -109,9 +112,11 @@ __all__ = [
     "parse_embedding",
     "parse_responses",
     "parse_tokenize",
+    "parse_transcription",
     "parts_of",
     "prompt_logprobs_list",
     "shown",
+    "sse_event",
     "status_of",
     "text_answer",
     "text_completion",

@@ -47,7 +47,7 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
-from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, Asked, Endpoint
+from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
 from router.edge.event_stream import EventStream
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
 from router.edge.tickets import Tickets
@@ -69,6 +69,7 @@ def create_app(service: RouterService) -> FastAPI:
         ("POST", "/v1/chat/completions", edge.chat_completions),
         ("POST", "/v1/completions", edge.completions),
         ("POST", "/v1/responses", edge.responses),
+        ("POST", "/v1/audio/transcriptions", edge.transcriptions),
         ("POST", "/v1/embeddings", edge.embeddings),
         ("POST", "/tokenize", edge.tokenize),
         ("POST", "/detokenize", edge.detokenize),
@@ -148,6 +149,9 @@ class HttpEdge:
     async def responses(self, request: Request) -> Response:
         return await self._generate(request, RESPONSES)
 
+    async def transcriptions(self, request: Request) -> Response:
+        return await self._generate(request, TRANSCRIPTIONS)
+
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
         async def answer(opened: Opened) -> Response:
             return await self._answer(request, endpoint, opened)
@@ -187,7 +191,8 @@ class HttpEdge:
         asked: Asked | None = None
         is_handed_on = False
         try:
-            asked = await service.parse(endpoint.read, opened.body)
+            terms = BodyTerms(request.headers.get("content-type", ""), service.config)
+            asked = await service.parse(lambda body: endpoint.read(body, terms), opened.body)
             stream = await watch.race(self._open(asked, tickets, client_label(request)))
             head = Head(
                 endpoint.id_prefix + stream.request_id,
@@ -205,7 +210,7 @@ class HttpEdge:
             await watch.race(take_all(stream, writer))
             headers["openai-processing-ms"] = opened.elapsed_ms()
             note_answer(request.scope, stream)
-            return Response(writer.whole(), media_type="application/json", headers=headers)
+            return Response(writer.whole(), media_type=asked.media_type, headers=headers)
         except WeftError as error:
             headers["openai-processing-ms"] = opened.elapsed_ms()
             return self._refusal(request, error if asked is None else placed(error, asked), headers)

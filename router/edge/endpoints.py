@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from router.api import Head, parse_chat, parse_completion, parse_responses
+from router.api import Head, parse_chat, parse_completion, parse_responses, parse_transcription
 from router.edge.answers import AnswerTools, AnswerWriter, ChatAnswer, CompletionAnswer
 from router.edge.responses_adapter import ResponsesAnswer
+from router.edge.transcript_answer import TranscriptAnswer
 from router.prompt import PromptRequest
+from router.router_config import RouterConfig
 from router.run import JoinedStreams
 
 WriterOf = Callable[[JoinedStreams, Head, AnswerTools], AnswerWriter]
@@ -25,8 +27,17 @@ class Asked(NamedTuple):
     is_streamed: bool
     writer: WriterOf | None = None
     """Makes the writer of the answer; None for an answer that has no text."""
+    media_type: str = "application/json"
+    """Is the type of a whole answer."""
     place: Callable[[str], str] = str
     """Returns a text with the places of the requests replaced by those in the body."""
+
+
+class BodyTerms(NamedTuple):
+    """Holds what reading a body needs besides the body."""
+
+    content_type: str
+    config: RouterConfig
 
 
 class Endpoint(NamedTuple):
@@ -34,16 +45,16 @@ class Endpoint(NamedTuple):
 
     id_prefix: str
     """Begins the ids of its answers."""
-    read: Callable[[bytes], Asked]
+    read: Callable[[bytes, BodyTerms], Asked]
     """Reads a body. Raises InvalidRequest."""
 
 
-def read_chat(body: bytes) -> Asked:
+def read_chat(body: bytes, terms: BodyTerms) -> Asked:
     chat = parse_chat(body)
     return Asked([chat], bool(chat.stream), lambda source, head, tools: ChatAnswer(source, chat, head, tools))
 
 
-def read_completion(body: bytes) -> Asked:
+def read_completion(body: bytes, terms: BodyTerms) -> Asked:
     request = parse_completion(body)
     return Asked(
         request.each(),
@@ -52,12 +63,23 @@ def read_completion(body: bytes) -> Asked:
     )
 
 
-def read_responses(body: bytes) -> Asked:
+def read_responses(body: bytes, terms: BodyTerms) -> Asked:
     asked = parse_responses(body)
     return Asked(
         [asked.chat],
         bool(asked.request.stream),
         lambda source, head, tools: ResponsesAnswer(source, asked, head, tools),
+        place=asked.place,
+    )
+
+
+def read_transcription(body: bytes, terms: BodyTerms) -> Asked:
+    asked = parse_transcription(body, terms.content_type, terms.config.transcription_prompt)
+    return Asked(
+        [asked.chat],
+        asked.is_streamed,
+        lambda source, head, tools: TranscriptAnswer(source, asked),
+        "application/json" if asked.form == "json" else "text/plain; charset=utf-8",
         asked.place,
     )
 
@@ -65,3 +87,4 @@ def read_responses(body: bytes) -> Asked:
 CHAT = Endpoint("chatcmpl-", read_chat)
 COMPLETIONS = Endpoint("cmpl-", read_completion)
 RESPONSES = Endpoint("resp_", read_responses)
+TRANSCRIPTIONS = Endpoint("transcript-", read_transcription)
