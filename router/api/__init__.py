@@ -2,9 +2,10 @@
 
 Requests: `request_body` parses JSON, `generation_fields` defines what every endpoint that generates takes, and
 `chat_request` (with `chat_message`, `file_part` and `tool_fields`), `completion_request`, `responses_request`,
-`embedding_request` and `token_requests` define the rest. Answers: `answer_parts` holds what answers consist of, and
-`chat_response`, `completion_response` and `responses_answer` write them and their chunks. Errors: `http_errors` gives
-each error its status and its envelope, and `field_errors` puts what is wrong with a field into words.
+`embedding_request`, `transcription_request` and `token_requests` define the rest. Answers: `answer_parts` holds what
+answers consist of, and `chat_response`, `completion_response` and `responses_answer` write them and their chunks.
+Errors: `http_errors` gives each error its status and its envelope, and `field_errors` puts what is wrong with a field
+into words.
 
 `router.prompt` makes prompts from requests, `router.run` collects a `Usage` and log-probabilities, and `router.edge`
 sends what the writers return. `deploy.config_file` uses `describe_flaw` for the keys of a config file. The folder knows
