@@ -113,6 +113,12 @@ def _index(options: Sequence[str]) -> BenchResult:
     return run(options)
 
 
+def _http(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.front_end import run
+
+    return run(options)
+
+
 def _compare(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.commit_comparison import run
 
@@ -133,6 +139,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "isolation": _isolation,
     "figures": _figures,
     "index": _index,
+    "http": _http,
     "compare": _compare,
 }
 
