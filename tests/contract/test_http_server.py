@@ -266,7 +266,7 @@ async def test_no_other_protocol_is_taken(body_server: tuple[BodyApp, int]) -> N
 async def test_headers_of_any_size_are_refused(body_server: tuple[BodyApp, int]) -> None:
     app, port = body_server
     answer = await asyncio.to_thread(post, port, head=b"x: " + b"y" * 2**17)
-    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.startswith(b"HTTP/1.1 431")
     assert app.num_bytes == []
 
 

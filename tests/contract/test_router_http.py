@@ -16,7 +16,7 @@ from chat_media import data_url, picture, png
 from router_chats import chat_body, expected
 
 from deploy.demo.build import write_all_but_weights
-from deploy.http_server import MAX_HEADER_BYTES, HttpServer
+from deploy.http_server import DEFAULT_LIMITS, HttpServer
 from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster
 from fabric.contracts import EngineFailed
 from modalities.registry import REGISTRY
@@ -174,9 +174,11 @@ async def settled_slowly(condition: Callable[[], bool]) -> None:
 async def test_a_huge_header_is_refused_while_it_is_read() -> None:
     async with serving() as (_, client, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /health HTTP/1.1\r\nhost: weft\r\nx-huge: " + b"a" * (3 * MAX_HEADER_BYTES // 2))
+        writer.write(
+            b"GET /health HTTP/1.1\r\nhost: weft\r\nx-huge: " + b"a" * (3 * DEFAULT_LIMITS.max_header_bytes // 2)
+        )
         async with asyncio.timeout(10):
             status = await reader.readline()
-        assert status.split()[1] == b"400", "its end is not waited for"
+        assert status.split()[1] == b"431", "its end is not waited for"
         writer.close()
         assert (await client.models.list()).data[0].id == TINY_MODEL
