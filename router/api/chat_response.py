@@ -74,6 +74,10 @@ def completion(
     return msgspec.json.encode(head.to_json("chat.completion") | whole)
 
 
+_EMPTY_CONTENT = b'"content":""'
+_encode = msgspec.json.Encoder().encode
+
+
 class ChunkWriter:
     """Builds the server-sent events of one answer. With `has_usage_chunk`, every chunk except the last says `usage:
     null`.
@@ -85,6 +89,8 @@ class ChunkWriter:
         self._head = head.to_json("chat.completion.chunk")
         self._usage: dict[str, object] = {"usage": None} if has_usage_chunk else {}
         self._choice_to_frame: dict[int, tuple[bytes, bytes]] = {}
+        """Holds, per choice, the bytes before and after the text of an event that has nothing but text, because these
+        are the same in each of them."""
 
     def role(self, choice: int, prompt_token_ids: Sequence[int] | None = None) -> bytes:
         return self._chunk(choice, {"role": "assistant", "content": ""}, None, extra=_ids(prompt_token_ids))
@@ -94,8 +100,9 @@ class ChunkWriter:
             return self._chunk(choice, {"content": text}, None, details)
         frame = self._choice_to_frame.get(choice)
         if frame is None:
-            frame = self._choice_to_frame[choice] = self._frame(choice)
-        return frame[0] + msgspec.json.encode(text) + frame[1]
+            before, _, after = self._chunk(choice, {"content": ""}, None).partition(_EMPTY_CONTENT)
+            frame = self._choice_to_frame[choice] = before + _EMPTY_CONTENT[:-2], after
+        return b"%b%b%b" % (frame[0], _encode(text), frame[1])
 
     def reasoning(self, choice: int, text: str, details: dict[str, object] | None = None) -> bytes:
         return self._chunk(choice, {"reasoning_content": text}, None, details)
@@ -128,11 +135,6 @@ class ChunkWriter:
         counted = {"usage": usage.to_json()} if self.has_usage_chunk else {}
         return sse_event(self._head | {"choices": []} | counted | weft_part(degraded, explained))
 
-    def _frame(self, choice: int) -> tuple[bytes, bytes]:
-        """Returns what stands before and after the text in the chunks of a choice."""
-        before, _, after = self._chunk(choice, {"content": _TEXT}, None).rpartition(msgspec.json.encode(_TEXT))
-        return before, after
-
     def _chunk(
         self,
         choice: int,
@@ -144,9 +146,6 @@ class ChunkWriter:
         entry = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
         whole = {"choices": [entry | (details or {})]} | self._usage | dict(extra or {})
         return sse_event(self._head | whole)
-
-
-_TEXT = "the text of a chunk"
 
 
 def model_object(name: str, created: int, max_model_len: int) -> dict[str, object]:

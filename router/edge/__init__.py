@@ -9,8 +9,9 @@ that `create_app` returns. The folder knows nothing of encoders, plans or attemp
 formats from `router.api`.
 """
 
-from router.edge.app import create_app
+from router.edge.app import create_api, create_app
 
 __all__ = [
+    "create_api",
     "create_app",
 ]

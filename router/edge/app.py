@@ -18,6 +18,7 @@ from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from fabric.contracts import Aborted, InvalidRequest, ModelNotFound, WeftError, mint_request_id
 from router.api import (
@@ -50,6 +51,7 @@ from router.edge.connection import (
 from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
 from router.edge.event_stream import EventStream
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
+from router.edge.route_table import RouteTable
 from router.edge.tickets import Tickets
 from router.observe import Found, RequestFilter
 from router.run import JoinedStreams, RequestStream, check_tenant
@@ -61,10 +63,10 @@ EMBEDDED_AT_ONCE = 16
 ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
-def create_app(service: RouterService) -> FastAPI:
-    """Returns the ASGI app of one router. It starts nothing: the owner of the service starts and stops it."""
+def create_api(service: RouterService) -> FastAPI:
+    """Returns the routes of one router and their handlers."""
     edge = HttpEdge(service)
-    app = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
+    api = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", edge.chat_completions),
         ("POST", "/v1/completions", edge.completions),
@@ -85,12 +87,16 @@ def create_app(service: RouterService) -> FastAPI:
         ("GET", "/weft/requests/{request_id}", edge.trace),
     ]
     for method, path, handler in routes:
-        app.add_route(path, handler, methods=[method])
-    app.add_exception_handler(HTTPException, route_error)
-    app.add_exception_handler(Exception, internal_error)
-    app.add_middleware(AccessControl, service=service)
-    app.add_middleware(AccessLog)
-    return app
+        api.add_route(path, handler, methods=[method])
+    api.add_exception_handler(HTTPException, route_error)
+    api.add_exception_handler(Exception, internal_error)
+    return api
+
+
+def create_app(service: RouterService) -> ASGIApp:
+    """Returns the ASGI app of one router: its API behind the check of keys and the access log. It starts nothing: the
+    owner of the service starts and stops it."""
+    return AccessLog(AccessControl(RouteTable(create_api(service)), service), internal_error)
 
 
 async def route_error(request: Request, error: Exception) -> Response:

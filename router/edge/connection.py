@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -113,17 +114,31 @@ class ClientWatch:
         self._gone = asyncio.ensure_future(_until_disconnect(receive))
 
     async def race(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work` and returns its result. Raises Aborted, and cancels `work`, if the client leaves first."""
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                raise Aborted("the client left")
-            return task.result()
-        finally:
-            if not task.done():
+        """Runs `work` in the calling task and returns its result. Raises Aborted, and cancels `work`, if the client
+        leaves first."""
+        task = asyncio.current_task()
+        assert task is not None, "the work runs in a task"
+        is_over = has_left = False
+
+        def leave(_: object) -> None:
+            nonlocal has_left
+            if not is_over:
+                has_left = True
                 task.cancel()
-                await asyncio.wait({task})
+
+        self._gone.add_done_callback(leave)
+        try:
+            return await work
+        except asyncio.CancelledError:
+            is_over = True
+            if has_left and not task.uncancel():
+                raise Aborted("the client left") from None
+            raise
+        finally:
+            if has_left and not is_over:
+                task.uncancel()
+            is_over = True
+            self._gone.remove_done_callback(leave)
 
     def close(self) -> None:
         self._gone.cancel()
@@ -146,12 +161,14 @@ CLIENT_LEFT_STATUS = 499
 
 class AccessLog:
     """An `AccessLog` is ASGI middleware that logs one line at the end of each exchange, however the exchange ended.
+    `on_failure` answers for an exchange whose handler failed before its answer began.
 
     Lines carry ids, counts and times. No line holds a body, a header or a query string, because prompts, media and keys
     travel in them."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, on_failure: Callable[[Request, Exception], Awaitable[Response]]) -> None:
         self._app = app
+        self._on_failure = on_failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -160,16 +177,23 @@ class AccessLog:
         facts: dict[str, Any] = {"status": CLIENT_LEFT_STATUS, "num_bytes_sent": 0}
         scope[_FACTS] = facts
         started_s = asyncio.get_running_loop().time()
+        is_started = False
 
-        async def counted(message: Message) -> None:
+        def counted(message: Message) -> Awaitable[None]:
+            nonlocal is_started
             if message["type"] == "http.response.start":
+                is_started = True
                 facts["status"] = message["status"]
-            facts["num_bytes_sent"] += len(message.get("body", b""))
-            await send(message)
+            else:
+                facts["num_bytes_sent"] += len(message.get("body", b""))
+            return send(message)
 
         try:
             await self._app(scope, receive, counted)
-        except Exception:  # This is the top of an HTTP exchange; the server's loop answers the error and logs it.
+        except Exception as error:  # This is the top of an HTTP exchange; the server's loop logs the error.
+            if not is_started:
+                response = await self._on_failure(Request(scope, receive, send), error)
+                await response(scope, receive, counted)
             facts["status"] = 500
             raise
         finally:

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from contextlib import closing
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 from fabric.contracts import Aborted, WeftError
 from router.edge.answers import AnswerWriter
 from router.edge.connection import ClientWatch, note_answer, note_failure
+from router.edge.paced_writer import PacedWriter
 from router.edge.tickets import Tickets
 from router.run import JoinedStreams
 
@@ -67,23 +68,17 @@ class EventStream(Response):
         None."""
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._sent_headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": raw})
+        with closing(PacedWriter(send, self._write_timeout_s)) as paced:
+            return await self._write_body(paced)
+
+    async def _write_body(self, paced: PacedWriter) -> WeftError | None:
         writer = self._writer
-        await self._write(send, writer.opening())
+        await paced.write(writer.opening())
         try:
             async for deltas in self._stream:
-                await self._write(send, writer.events(deltas))
+                await paced.write(writer.events(deltas))
         except WeftError as error:
-            await self._write(send, writer.failure(error), is_last=True)
+            await paced.write(writer.failure(error), is_last=True)
             return error
-        await self._write(send, writer.closing(), is_last=True)
+        await paced.write(writer.closing(), is_last=True)
         return None
-
-    async def _write(self, send: Send, data: bytes, is_last: bool = False) -> None:
-        """Sends `data`, and waits while the socket is full. Raises Aborted if the client takes nothing for too long."""
-        if not data and not is_last:
-            return
-        try:
-            async with asyncio.timeout(self._write_timeout_s):
-                await send({"type": "http.response.body", "body": data, "more_body": not is_last})
-        except TimeoutError:
-            raise Aborted(f"the client has read nothing for {self._write_timeout_s:g} s") from None

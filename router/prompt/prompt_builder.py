@@ -171,6 +171,11 @@ PARSE_IN_THREAD_BYTES = 64 * 1024
 """A body of at most this many bytes is parsed in the event loop, because that takes less time than changing threads."""
 MAX_TEXT_BYTES = 2**20
 """A larger body is hardly text alone, so it is parsed in threads of its own, and text does not wait behind media."""
+CHARS_PER_MESSAGE = 64
+"""Each message counts as this many characters more, because the template has work with it."""
+SHORT_TEXT_CHARS = 4096
+"""A prompt of at most this many characters and no media is made in the event loop, because that takes less time than
+changing threads, and well under a millisecond."""
 MAX_FITTINGS = 3
 """Limits how often the media are planned for one prompt. Each time after the first, videos get fewer frames, to make
 room for the text that a family writes between the frames."""
@@ -290,6 +295,8 @@ class PromptBuilder:
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
         """Returns the prompt without what was lost. Raises a RequestRefused."""
+        if not draft.media and _is_short(draft):
+            return self._plan(draft, losses)
         return await self._threads.run(Work.MEDIA_PROMPT if draft.media else Work.PROMPT, self._plan, draft, losses)
 
     def is_reducible(self, draft: Draft, key: ItemKey, reduction: int) -> bool:
@@ -462,6 +469,14 @@ def without_contents(chat: ChatRequest) -> ChatRequest:
 def without_fields(content: Sequence[Part]) -> list[Part]:
     """Returns the parts with media parts reduced to their type and place."""
     return [part if isinstance(part, TextPart) else part._replace(fields={}) for part in content]
+
+
+def _is_short(draft: Draft) -> bool:
+    """Tells whether the text of all messages together is short enough for the event loop."""
+    parts = (part for content in draft.contents if not isinstance(content, str) for part in content)
+    num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
+    num_chars += sum(len(content) for content in draft.contents if isinstance(content, str))
+    return num_chars + CHARS_PER_MESSAGE * len(draft.contents) <= SHORT_TEXT_CHARS
 
 
 def _num_placeholders(draft: Draft, losses: Losses) -> int:

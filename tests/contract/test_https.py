@@ -46,7 +46,7 @@ def shown(port: int) -> str:
 
 async def test_a_request_over_https(files: TlsFiles) -> None:
     async with fake_cluster() as cluster:
-        server = HttpServer(create_app(cluster.service), HOST, 0, files)
+        server = HttpServer(create_app(cluster.service), HOST, 0, tls=files)
         await server.start()
         try:
             url = f"https://{HOST}:{server.port}"
@@ -75,7 +75,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
     shutil.copy(files.key_file, used.key_file)
     renewed = make_certificate(tmp_path, "renewed")
     async with fake_cluster() as cluster:
-        server = HttpServer(create_app(cluster.service), HOST, 0, used)
+        server = HttpServer(create_app(cluster.service), HOST, 0, tls=used)
         await server.start()
         try:
             before = await asyncio.to_thread(shown, server.port)
@@ -117,7 +117,9 @@ def test_half_a_renewal_keeps_the_former_certificate(
 async def test_clients_may_need_a_certificate(files: TlsFiles, tmp_path: Path) -> None:
     client_files = make_certificate(tmp_path, "client", usage="clientAuth")
     async with fake_cluster() as cluster:
-        server = HttpServer(create_app(cluster.service), HOST, 0, files._replace(client_ca_file=client_files.cert_file))
+        server = HttpServer(
+            create_app(cluster.service), HOST, 0, tls=files._replace(client_ca_file=client_files.cert_file)
+        )
         await server.start()
         try:
             url = f"https://{HOST}:{server.port}"

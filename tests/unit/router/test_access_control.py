@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster
 from fabric.contracts import Member, MemberId
-from router.edge import create_app
+from router.edge import create_api, create_app
 from router.edge.access import OPEN_PATHS
 from router.router_config import RateQuota, Tenant
 
@@ -52,7 +52,7 @@ def code(response: httpx.Response) -> tuple[int, str]:
 
 async def test_every_route_but_health_asks_for_a_key() -> None:
     async with served(**KEYS) as (cluster, client):
-        routes = [route for route in create_app(cluster.service).routes if isinstance(route, Route)]
+        routes = [route for route in create_api(cluster.service).routes if isinstance(route, Route)]
         assert {route.path for route in routes} >= OPEN_PATHS | {CHAT, "/metrics", "/weft/requests", "/v1/models"}
         for route in routes:
             path = route.path.replace("{model_id:path}", TINY_MODEL).replace("{request_id}", "req-1")

@@ -1,0 +1,108 @@
+"""Writes a streamed answer to a client that may be slow: `PacedWriter` ends the wait for a client that takes nothing,
+and sends a comment when the answer pauses, so that proxies and clients don't take the connection for dead.
+
+One timer per stream serves both, because a timer per written event would cost more than the event. The module knows
+nothing of what is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.types import Send
+
+from fabric.contracts import Aborted
+
+KEEP_ALIVE_S = 10.0
+"""A stream that has been idle for this long sends a comment."""
+COMMENT = b": keep-alive\n\n"
+
+
+class TimerHandle(Protocol):
+    def cancel(self) -> None: ...
+
+
+class Timers(Protocol):
+    """Tells the time in seconds, and calls a function later; an event loop implements it."""
+
+    def time(self) -> float: ...
+
+    def call_later(self, delay: float, callback: Callable[[], object], /) -> TimerHandle: ...
+
+
+class PacedWriter:
+    """A `PacedWriter` writes the body of one response, from one task. It must be closed in any case."""
+
+    def __init__(
+        self,
+        send: Send,
+        write_timeout_s: float,
+        keep_alive_s: float = KEEP_ALIVE_S,
+        timers: Timers | None = None,
+    ) -> None:
+        self._send = send
+        self._write_timeout_s, self._keep_alive_s = write_timeout_s, keep_alive_s
+        self._timers: Timers = timers or asyncio.get_running_loop()
+        self._changed_at_s = 0.0
+        """This is the time at which the last write began or ended."""
+        self._writer: asyncio.Task[object] | None = None
+        """Holds the task of the write that is under way."""
+        self._is_stalled = False
+        self._timer: TimerHandle | None = None
+        self._comment: asyncio.Task[None] | None = None
+
+    async def write(self, data: bytes, is_last: bool = False) -> None:
+        """Sends `data`, and waits while the socket is full. Raises Aborted if the client takes nothing for too
+        long."""
+        if not data and not is_last:
+            return
+        if self._is_stalled:
+            raise self._stalled()
+        timers = self._timers
+        self._changed_at_s = timers.time()
+        self._writer = asyncio.current_task()
+        if self._timer is None:
+            self._arm()
+        try:
+            await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
+        except asyncio.CancelledError:
+            if self._is_stalled and self._writer is not None and not self._writer.uncancel():
+                raise self._stalled() from None
+            raise
+        finally:
+            self._writer = None
+        self._changed_at_s = timers.time()
+
+    def close(self) -> None:
+        """Ends the timer, and a comment that waits for the socket."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._comment is not None:
+            self._comment.cancel()
+
+    def _stalled(self) -> Aborted:
+        return Aborted(f"the client has read nothing for {self._write_timeout_s:g} s")
+
+    def _arm(self) -> None:
+        limit_s = min(self._keep_alive_s, self._write_timeout_s) if self._writer is None else self._write_timeout_s
+        left_s = self._changed_at_s + limit_s - self._timers.time()
+        self._timer = self._timers.call_later(max(0.0, left_s), self._check)
+
+    def _check(self) -> None:
+        """Looks whether a write takes too long, or none has come for too long."""
+        passed_s = self._timers.time() - self._changed_at_s
+        if self._writer is not None:
+            if passed_s >= self._write_timeout_s:
+                self._is_stalled = True
+                self._writer.cancel()
+                return
+        elif passed_s >= self._keep_alive_s:
+            self._changed_at_s = self._timers.time()
+            if self._comment is None or self._comment.done():
+                self._comment = asyncio.ensure_future(self._send_comment())
+        self._arm()
+
+    async def _send_comment(self) -> None:
+        await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
