@@ -14,7 +14,7 @@ import resource
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from deploy.http_limits import ConnectionPace, HttpLimits, Lateness, Phase
 from router.api import envelope
@@ -105,7 +105,9 @@ class GuardedProtocol(HttpToolsProtocol):
         """Says that no message has begun in this read, and that none was open before it."""
         self._num_head_bytes = self._num_headers = 0
         self._num_body_bytes = self._num_chunks = 0
-        self._is_upgrade = False
+        self._is_upgrade = self._is_chunked = False
+        self._running: RequestResponseCycle | None = None
+        """Holds the exchange that the app has; `cycle` is the latest one that was read."""
 
     # ------------------------------------------------------------ the connection
 
@@ -116,7 +118,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._guard.remove(self)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def data_received(self, data: bytes) -> None:
         pace = self._pace
@@ -149,7 +158,7 @@ class GuardedProtocol(HttpToolsProtocol):
         phase, limits = self._pace.phase, self._limits
         if phase is Phase.HEAD and self._num_wire_bytes > limits.max_header_bytes:
             raise self._broken(431, f"the headers have more than {limits.max_header_bytes} bytes")
-        if phase is Phase.BODY and self._num_chunks:
+        if phase is Phase.BODY and self._is_chunked:
             own = self._num_body_bytes + BYTES_PER_CHUNK * self._num_chunks
             if self._num_wire_bytes - own > limits.max_extra_bytes:
                 raise self._broken(400, "the body has too long extensions of its chunks or trailers")
@@ -180,6 +189,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._num_body_bytes = self._num_chunks = 0
         if self._pace.phase is not Phase.HEAD:
             self._pace.enter(Phase.HEAD, self.loop.time())
+            self._pace.took(1)
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -213,6 +223,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         if len(self.pipeline) >= self._limits.max_pipelined:
             raise self._broken(400, "too many requests wait for the answer to an earlier one")
+        self._is_chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
         super().on_headers_complete()
         self._guard.heard(self)
         self._num_headers = self._num_head_bytes = self._num_wire_bytes = 0

@@ -108,6 +108,11 @@ class HttpServer:
     def port(self) -> int:
         return int(self._socket.getsockname()[1])
 
+    @property
+    def num_connections(self) -> int:
+        """Counts the open connections."""
+        return len(self._guard.connections)
+
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]), name="weft-http")
         while not self._server.started:

@@ -86,9 +86,12 @@ class PacedWriter:
         return Aborted(f"the client has read nothing for {self._write_timeout_s:g} s")
 
     def _arm(self) -> None:
-        limit_s = min(self._keep_alive_s, self._write_timeout_s) if self._writer is None else self._write_timeout_s
-        left_s = self._changed_at_s + limit_s - self._timers.time()
-        self._timer = self._timers.call_later(max(0.0, left_s), self._check)
+        """Sets the timer to the next moment at which a comment or the end of the wait may be due."""
+        now = self._timers.time()
+        at_s = self._changed_at_s + min(self._keep_alive_s, self._write_timeout_s)
+        if at_s <= now:
+            at_s = min(self._changed_at_s + self._write_timeout_s, now + self._keep_alive_s)
+        self._timer = self._timers.call_later(max(0.0, at_s - now), self._check)
 
     def _check(self) -> None:
         """Looks whether a write takes too long, or none has come for too long."""
