@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from deploy.compute_dtype import with_dtype
 from deploy.config import ClusterConfig, EncoderSection, LinkEndSection
+from deploy.http_limits import HttpLimits
 from deploy.logs import collect_library_logs
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from deploy.request_config import TenantSection
@@ -367,6 +368,18 @@ def system_fingerprint(model: Model) -> str:
     return f"fp_{digest.hexdigest()[:12]}"
 
 
+def http_limits(config: ClusterConfig) -> HttpLimits:
+    """Returns the limits of the routers' HTTP servers."""
+    limits = HttpLimits(
+        max_header_bytes=config.server.max_header_bytes,
+        max_connections=config.server.max_connections,
+        header_timeout_s=config.server.header_timeout_s,
+        body_timeout_s=config.server.body_timeout_s,
+        min_body_bytes_per_s=config.server.min_body_bytes_per_s,
+    )
+    return replace(limits, write_timeout_s=config.server.write_timeout_s)
+
+
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
     """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
     from modalities import probing
@@ -385,6 +398,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         block_size=config.workers.block_size,
         feature_itemsize=DTYPE_TO_BYTES[config.model.dtype],
         max_body_bytes=config.server.max_body_bytes,
+        write_timeout_s=config.server.write_timeout_s,
         max_bodies_bytes=config.router.max_bodies_bytes,
         max_in_flight=config.router.max_in_flight,
         max_prompt_tokens=config.router.max_prompt_tokens,

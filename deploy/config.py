@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.config_values import Bytes, Device, LocalFile, Modality, Section, Switch, default_of
+from deploy.http_limits import HttpLimits
 from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
 from llm_workers.worker_config import Speculation, WorkerConfig
@@ -51,6 +52,22 @@ class ServerSection(Section):
     """Sets the port of the HTTP API; with 0 the system chooses a free one."""
     max_body_bytes: Bytes = default_of(RouterConfig, "max_body_bytes")
     """Limits the body of one request, media in `data:` URLs included; a larger one is answered 413."""
+    max_header_bytes: Bytes = Field(default_of(HttpLimits, "max_header_bytes"), ge=4096, le=2**20)
+    """Limits the first line and the headers of a request together; more is answered 431."""
+    max_connections: int = Field(default_of(HttpLimits, "max_connections"), ge=1)
+    """Limits the open connections of each router. When it is reached, the connection that has been open longest without
+    a request is closed for a new one; if there is none, the new one is closed. The limit is lowered to what the limit
+    of open files allows."""
+    header_timeout_s: float = Field(default_of(HttpLimits, "header_timeout_s"), gt=0)
+    """A client may take this long to send the headers of a request; then it is answered 408, or its connection is
+    closed if it has sent nothing."""
+    body_timeout_s: float = Field(default_of(HttpLimits, "body_timeout_s"), gt=0)
+    """A client may take this long to send the body of a request, and longer if the body comes at
+    `min_body_bytes_per_s` or faster; then it is answered 408."""
+    min_body_bytes_per_s: int = Field(default_of(HttpLimits, "min_body_bytes_per_s"), ge=1)
+    """Sets the rate at which a body that takes longer than `body_timeout_s` must come."""
+    write_timeout_s: float = Field(default_of(RouterConfig, "write_timeout_s"), gt=0)
+    """A client that takes nothing of its answer for this long is disconnected, and its request ends."""
     drain_s: float = Field(30.0, ge=0)
     """Accepted requests may take this many seconds to end after the cluster has been asked to stop; new requests are
     answered 503."""

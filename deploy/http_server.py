@@ -23,6 +23,7 @@ import uvicorn
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deploy.compose import http_limits
 from deploy.config import ClusterConfig
 from deploy.http_limits import HttpLimits
 from deploy.http_protocol import ConnectionGuard, GuardedProtocol
@@ -148,8 +149,7 @@ class HttpServer:
 def router_server(app: ASGIApp, config: ClusterConfig) -> HttpServer:
     """Returns the server of a router's app, as the config describes it. Raises ConfigError as `HttpServer` does."""
     server = config.server
-    limits = HttpLimits(max_header_bytes=config.limits.max_header_bytes)
-    return HttpServer(app, server.host, server.port, limits, TlsFiles.of(server))
+    return HttpServer(app, server.host, server.port, http_limits(config), TlsFiles.of(server))
 
 
 class MetricsServer:

@@ -15,7 +15,15 @@ from fabric.contracts import ConfigError, ManualClock
 from router.api import MAX_BIASED_TOKENS, MAX_JSON_VALUES
 
 SECTION_TO_KEYS = {
-    "server": ("max_body_bytes",),
+    "server": (
+        "max_body_bytes",
+        "max_header_bytes",
+        "max_connections",
+        "header_timeout_s",
+        "body_timeout_s",
+        "min_body_bytes_per_s",
+        "write_timeout_s",
+    ),
     "router": (
         "max_in_flight",
         "max_bodies_bytes",

@@ -213,8 +213,6 @@ class LimitsSection(Section):
     """Limits the parts of one request, so that no request costs more than another by its form alone. What passes a
     limit is answered 400 before any work. `media` limits the media themselves, and `weft check` prints all limits."""
 
-    max_header_bytes: int = Field(64 * 2**10, ge=4096, le=2**20)
-    """Limits the request line and the headers together."""
     max_messages: int = Field(default_of(RouterConfig, "max_messages"), ge=1)
     """Limits the messages of a request."""
     max_content_parts: int = Field(default_of(RouterConfig, "max_content_parts"), ge=1)

@@ -91,7 +91,7 @@ def test_a_port_of_somebody_else_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(7000, 200), (9000, 400)])
 async def test_the_limit_of_headers_is_that_of_the_config(num_bytes: int, status: int) -> None:
-    config = ClusterConfig.model_validate({"server": {"port": 0}, "limits": {"max_header_bytes": 8192}})
+    config = ClusterConfig.model_validate({"server": {"port": 0, "max_header_bytes": 8192}})
     app = NamedApp("one")
     server = router_server(app, config)
     await server.start()

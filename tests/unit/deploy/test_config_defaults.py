@@ -19,6 +19,7 @@ OWNERS = {
         compose.WorkerConfig,
         compose.RouterConfig,
         compose.PlannerSettings,
+        compose.HttpLimits,
         compose.MediaLimits,
         compose.MediaOptions,
         compose.Speculation,

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deploy.compose import build_router, load_model
+from deploy.compose import build_router, http_limits, load_model
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
 from deploy.demo.build import write_all_but_weights
+from deploy.http_limits import HttpLimits
 from deploy.testing import FakePools
 from fabric.contracts import MemberId
 from fabric.transport import LocalHub, LocalPlane
@@ -110,3 +111,17 @@ def test_transfers_are_estimated_for_features_of_the_models_dtype(
 ) -> None:
     config = composed(model_dir, plane, model={"path": str(model_dir), "dtype": dtype})
     assert config.feature_itemsize == itemsize
+
+
+def test_the_limits_of_clients_reach_the_http_server() -> None:
+    server = {
+        "max_header_bytes": "8KiB",
+        "max_connections": 7,
+        "header_timeout_s": 1.5,
+        "body_timeout_s": 2.5,
+        "min_body_bytes_per_s": 99,
+        "write_timeout_s": 3.5,
+    }
+    limits = http_limits(ClusterConfig.model_validate({"server": server}))
+    assert {name: getattr(limits, name) for name in server} == server | {"max_header_bytes": 8192}
+    assert http_limits(ClusterConfig()) == HttpLimits()
