@@ -47,8 +47,8 @@ class HttpLimits:
     refusal instead of a connection reset."""
 
 
-class Phase(Enum):
-    """`Phase` lists what a connection is doing, as far as its reading side is concerned."""
+class ReadPhase(Enum):
+    """`ReadPhase` lists what a connection is doing, as far as its reading side is concerned."""
 
     IDLE = "idle"
     HEAD = "head"
@@ -78,13 +78,13 @@ class ConnectionPace:
     __slots__ = ("_num_bytes", "_since_s", "_unsent", "_unsent_since_s", "phase")
 
     def __init__(self, now: float) -> None:
-        self.phase = Phase.HEAD
+        self.phase = ReadPhase.HEAD
         self._since_s = now
         self._num_bytes = 0
         self._unsent = 0
         self._unsent_since_s = now
 
-    def enter(self, phase: Phase, now: float) -> None:
+    def enter(self, phase: ReadPhase, now: float) -> None:
         """Enters a phase, whose time begins now."""
         self.phase, self._since_s, self._num_bytes = phase, now, 0
 
@@ -104,11 +104,11 @@ class ConnectionPace:
             self._since_s = now
             return None
         passed_s = now - self._since_s
-        if self.phase is Phase.HEAD and passed_s > limits.header_timeout_s:
+        if self.phase is ReadPhase.HEAD and passed_s > limits.header_timeout_s:
             return Lateness.HEAD if self._num_bytes else Lateness.SILENT
-        if self.phase is Phase.BODY:
+        if self.phase is ReadPhase.BODY:
             allowed_s = limits.body_timeout_s + self._num_bytes / limits.min_body_bytes_per_s
             return Lateness.BODY if passed_s > allowed_s else None
-        if self.phase is Phase.REFUSED and passed_s > limits.linger_s:
+        if self.phase is ReadPhase.REFUSED and passed_s > limits.linger_s:
             return Lateness.REFUSED
         return None

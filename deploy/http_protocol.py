@@ -16,15 +16,15 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from deploy.http_limits import ConnectionPace, HttpLimits, Lateness, Phase
+from deploy.http_limits import ConnectionPace, HttpLimits, Lateness, ReadPhase
 from router.api import envelope
 
 BYTES_PER_CHUNK = 16
-"""The line of a chunk's size and the end of a chunk take at most this many bytes, without an extension."""
+"""Limits the bytes that a chunk has besides its data: the line of its size, and its end."""
 MAX_DROPPED_BYTES = 2**20
-"""A refused client may still send this many bytes."""
+"""Limits what a refused client may still send."""
 KEPT_FILES = 256
-"""This many open files are left for other uses than connections."""
+"""Counts the open files that stay free for other uses than connections."""
 UPGRADE_HEADERS = (b"upgrade", b"http2-settings")
 STATUS_TO_CODE = {
     400: "invalid_request",
@@ -131,7 +131,7 @@ class GuardedProtocol(HttpToolsProtocol):
         pace = self._pace
         pace.took(len(data))
         self._num_wire_bytes += len(data)
-        if pace.phase is Phase.REFUSED:
+        if pace.phase is ReadPhase.REFUSED:
             if self._num_wire_bytes > MAX_DROPPED_BYTES:
                 self.transport.abort()
             return
@@ -143,22 +143,22 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        self._is_new = self._is_new or self._pace.phase is Phase.IDLE
+        self._is_new = self._is_new or self._pace.phase is ReadPhase.IDLE
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._is_upgrade = False
             self._feed(self._head_without_upgrade() + data[upgrade.args[0] :])
-        if self._pace.phase is Phase.IDLE:
+        if self._pace.phase is ReadPhase.IDLE:
             # Empty lines may stand before a request; the client has no longer for them than for a request.
-            self._pace.enter(Phase.HEAD, self.loop.time())
+            self._pace.enter(ReadPhase.HEAD, self.loop.time())
 
     def _check_sizes(self) -> None:
         """Raises HttpParserError if the message that is being read has too many bytes, which no callback sees."""
         phase, limits = self._pace.phase, self._limits
-        if phase is Phase.HEAD and self._num_wire_bytes > limits.max_header_bytes:
+        if phase is ReadPhase.HEAD and self._num_wire_bytes > limits.max_header_bytes:
             raise self._broken(431, f"the headers have more than {limits.max_header_bytes} bytes")
-        if phase is Phase.BODY and self._is_chunked:
+        if phase is ReadPhase.BODY and self._is_chunked:
             own = self._num_body_bytes + BYTES_PER_CHUNK * self._num_chunks
             if self._num_wire_bytes - own > limits.max_extra_bytes:
                 raise self._broken(400, "the body has too long extensions of its chunks or trailers")
@@ -187,8 +187,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._is_new = False
         self._num_head_bytes = self._num_headers = 0
         self._num_body_bytes = self._num_chunks = 0
-        if self._pace.phase is not Phase.HEAD:
-            self._pace.enter(Phase.HEAD, self.loop.time())
+        if self._pace.phase is not ReadPhase.HEAD:
+            self._pace.enter(ReadPhase.HEAD, self.loop.time())
             self._pace.took(1)
 
     def on_url(self, url: bytes) -> None:
@@ -206,7 +206,7 @@ class GuardedProtocol(HttpToolsProtocol):
             raise self._broken(431, f"the request has more than {limits.max_headers} headers")
         if self._num_head_bytes > limits.max_header_bytes:
             raise self._broken(431, f"the headers have more than {limits.max_header_bytes} bytes")
-        if self._pace.phase is Phase.HEAD:
+        if self._pace.phase is ReadPhase.HEAD:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -227,7 +227,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self._guard.heard(self)
         self._num_headers = self._num_head_bytes = self._num_wire_bytes = 0
-        self._pace.enter(Phase.BODY, self.loop.time())
+        self._pace.enter(ReadPhase.BODY, self.loop.time())
         # A connection that is not read would not show that its client has left.
         self.flow.resume_reading()
 
@@ -243,14 +243,14 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         if not self._is_upgrade:
-            self._pace.enter(Phase.ANSWER, self.loop.time())
+            self._pace.enter(ReadPhase.ANSWER, self.loop.time())
             super().on_message_complete()
             if self.cycle.response_complete and not self.pipeline:
-                self._pace.enter(Phase.IDLE, self.loop.time())
+                self._pace.enter(ReadPhase.IDLE, self.loop.time())
 
     def on_response_complete(self) -> None:
-        if self._pace.phase is Phase.ANSWER and not self.pipeline:
-            self._pace.enter(Phase.IDLE, self.loop.time())
+        if self._pace.phase is ReadPhase.ANSWER and not self.pipeline:
+            self._pace.enter(ReadPhase.IDLE, self.loop.time())
         super().on_response_complete()
 
     # ------------------------------------------------------------ refusals
@@ -258,7 +258,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def check(self, now: float) -> None:
         """Ends the connection if its client is too slow at the time `now`."""
         is_whole = self.cycle is not None and self.cycle.response_complete
-        is_stalled = self.flow.write_paused or is_whole or self._pace.phase is Phase.REFUSED
+        is_stalled = self.flow.write_paused or is_whole or self._pace.phase is ReadPhase.REFUSED
         num_unsent = self.transport.get_write_buffer_size() if is_stalled else 0
         late = self._pace.lateness(self._limits, now, self.flow.read_paused, num_unsent)
         if late in (Lateness.READING, Lateness.REFUSED):
@@ -277,14 +277,14 @@ class GuardedProtocol(HttpToolsProtocol):
         """Answers a request that is not to be read any further, and closes the connection. If the answer to an earlier
         request is still being made, the client gets that one, and the connection closes after it. If the app has
         received the request already, its client has disconnected for it."""
-        is_in_body = self._pace.phase is Phase.BODY
-        self._pace.enter(Phase.REFUSED, self.loop.time())
+        is_in_body = self._pace.phase is ReadPhase.BODY
+        self._pace.enter(ReadPhase.REFUSED, self.loop.time())
         self._num_wire_bytes = 0
         cycle = self.cycle
         is_busy = cycle is not None and not cycle.response_complete
         if is_busy and not is_in_body:
             cycle.keep_alive = False
-            self._pace.enter(Phase.ANSWER, self.loop.time())
+            self._pace.enter(ReadPhase.ANSWER, self.loop.time())
             self.flow.pause_reading()
             return
         can_answer = not is_busy or not (cycle.response_started or self.pipeline)

@@ -122,6 +122,7 @@ class HttpServer:
             await asyncio.sleep(0.01)
         if self._renewal is not None:
             self._renewing = asyncio.create_task(self._renew(self._renewal), name="weft-tls")
+        self._guarding = asyncio.create_task(self._guard.run(), name="weft-http-guard")
 
     def _context(self, _config: uvicorn.Config, _default: Callable[[], ssl.SSLContext]) -> ssl.SSLContext:
         assert self._renewal is not None
@@ -131,7 +132,6 @@ class HttpServer:
         while True:
             await asyncio.sleep(RENEWAL_S)
             renewal.refresh()
-        self._guarding = asyncio.create_task(self._guard.run(), name="weft-http-guard")
 
     async def stop(self) -> None:
         """Stops accepting connections, gives open ones `CLOSE_S` seconds to write what they hold, and closes the

@@ -2,13 +2,13 @@
 measure speed.
 
 One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `router_bench`,
-`index_bench`, `cost_bench`, `figures_bench`, `scale`, and `cluster_bench`, whose processes are in `cluster_members` and
-`cluster_routers`. The folder `served` runs three benches of a whole cluster whose stages take given times: overlap,
-prediction and isolation.
-`bench_result` defines what a bench returns, and where it goes. `engine_parts`, `engine_host` and `engine_pictures`
-measure parts of the engine bench; `encoder_towers`, `encoder_wait` and `encoder_batching` do so for the encoder bench.
-`chat_load` puts load on a worker or a server, `synthetic` makes their models and media, and `peer_process` runs
-the alternatives to Weft, whose scripts are in `peers`. `commit_comparison` runs one of the benches on two commits.
+`index_bench`, `cost_bench`, `figures_bench`, `scale`, `front_end` (HTTP), and `cluster_bench`, whose processes are in
+`cluster_members` and `cluster_routers`. The folder `served` runs three benches of a whole cluster whose stages take
+given times: overlap, prediction and isolation. `bench_result` defines what a bench returns, and where it goes.
+`engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`
+and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a worker or a server, `synthetic` makes
+their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
+`commit_comparison` runs one of the benches on two commits.
 
 The command line imports `run_benches` alone, and a bench's own module is imported when it runs. The folder knows
 nothing of how Weft is deployed beyond what `deploy` offers.

@@ -58,8 +58,7 @@ class PacedWriter:
         long."""
         if not data and not is_last:
             return
-        if self._is_stalled:
-            raise self._stalled()
+        self._check_pace()
         timers = self._timers
         self._changed_at_s = timers.time()
         self._writer = asyncio.current_task()
@@ -68,7 +67,7 @@ class PacedWriter:
         try:
             await self._send({"type": "http.response.body", "body": data, "more_body": not is_last})
         except asyncio.CancelledError:
-            if self._is_stalled and self._writer is not None and not self._writer.uncancel():
+            if self._writer is not None and self._is_stalled and not self._writer.uncancel():
                 raise self._stalled() from None
             raise
         finally:
@@ -81,6 +80,10 @@ class PacedWriter:
             self._timer.cancel()
         if self._comment is not None:
             self._comment.cancel()
+
+    def _check_pace(self) -> None:
+        if self._is_stalled:
+            raise self._stalled()
 
     def _stalled(self) -> Aborted:
         return Aborted(f"the client has read nothing for {self._write_timeout_s:g} s")

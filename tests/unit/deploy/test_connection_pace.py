@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.http_limits import ConnectionPace, HttpLimits, Lateness, Phase
+from deploy.http_limits import ConnectionPace, HttpLimits, Lateness, ReadPhase
 
 LIMITS = HttpLimits(header_timeout_s=10, body_timeout_s=20, min_body_bytes_per_s=100, write_timeout_s=60, linger_s=2)
 
@@ -21,7 +21,7 @@ def test_headers_have_a_time_that_bytes_do_not_extend() -> None:
 
 def test_a_body_has_a_time_that_its_bytes_extend() -> None:
     pace = ConnectionPace(0.0)
-    pace.enter(Phase.BODY, 100.0)
+    pace.enter(ReadPhase.BODY, 100.0)
     assert late(pace, 120.0) is None
     assert late(pace, 120.1) is Lateness.BODY
     pace.took(1000)
@@ -31,7 +31,7 @@ def test_a_body_has_a_time_that_its_bytes_extend() -> None:
 
 def test_a_client_is_not_to_blame_while_the_server_does_not_read() -> None:
     pace = ConnectionPace(0.0)
-    pace.enter(Phase.BODY, 0.0)
+    pace.enter(ReadPhase.BODY, 0.0)
     assert late(pace, 500.0, is_paused=True) is None
     assert late(pace, 519.0) is None
     assert late(pace, 521.0) is Lateness.BODY
@@ -39,14 +39,14 @@ def test_a_client_is_not_to_blame_while_the_server_does_not_read() -> None:
 
 def test_neither_an_answer_nor_a_pause_between_requests_is_late() -> None:
     pace = ConnectionPace(0.0)
-    for phase in (Phase.ANSWER, Phase.IDLE):
+    for phase in (ReadPhase.ANSWER, ReadPhase.IDLE):
         pace.enter(phase, 0.0)
         assert late(pace, 1e6) is None
 
 
 def test_a_client_that_takes_nothing_of_what_waits_is_late() -> None:
     pace = ConnectionPace(0.0)
-    pace.enter(Phase.ANSWER, 0.0)
+    pace.enter(ReadPhase.ANSWER, 0.0)
     assert late(pace, 100.0, num_unsent=5000) is None
     assert late(pace, 160.0, num_unsent=5000) is None
     assert late(pace, 161.0, num_unsent=4000) is None, "it took some"
@@ -57,6 +57,6 @@ def test_a_client_that_takes_nothing_of_what_waits_is_late() -> None:
 
 def test_a_refused_client_has_a_moment_to_read_why() -> None:
     pace = ConnectionPace(0.0)
-    pace.enter(Phase.REFUSED, 50.0)
+    pace.enter(ReadPhase.REFUSED, 50.0)
     assert late(pace, 52.0) is None
     assert late(pace, 52.1) is Lateness.REFUSED

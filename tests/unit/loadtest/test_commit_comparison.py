@@ -111,5 +111,6 @@ def test_the_command_line_lists_it() -> None:
         "isolation",
         "figures",
         "index",
+        "http",
         "compare",
     ]
