@@ -447,6 +447,7 @@ def answer_page(request: Request, page: str) -> Response:
 
 async def take_all(stream: JoinedStreams, writer: AnswerWriter) -> None:
     """Hands a whole answer to its writer. Raises the error that ended a request."""
+    await stream.ended()
     async for deltas in stream:
         writer.take(deltas)
 

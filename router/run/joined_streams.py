@@ -71,6 +71,12 @@ class JoinedStreams:
         for stream in self._streams:
             await stream.started()
 
+    async def ended(self) -> None:
+        """Waits until the request has ended. With several requests it does not wait, because the first failure among
+        them ends all."""
+        if len(self._streams) == 1:
+            await self._streams[0].ended()
+
     def __aiter__(self) -> JoinedStreams:
         return self
 

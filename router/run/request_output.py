@@ -66,6 +66,7 @@ class RequestStream:
         self._on_close = on_close
         self._news = asyncio.Event() if news is None else news
         self._started = asyncio.Event()
+        self._ended = asyncio.Event()
 
     # ------------------------------------------------------------ the writer's side
 
@@ -113,6 +114,7 @@ class RequestStream:
         return all(choice.is_finished for choice in self.choices)
 
     def _end(self) -> None:
+        self._ended.set()
         self._started.set()
         self._news.set()
 
@@ -123,6 +125,11 @@ class RequestStream:
         await self._started.wait()
         if self._error is not None and not self._has_news():
             raise self._error
+
+    async def ended(self) -> None:
+        """Waits until the request has ended, well or not. A reader that wants the whole text waits here first, because
+        it is then woken once and not at every token."""
+        await self._ended.wait()
 
     def __aiter__(self) -> RequestStream:
         return self
