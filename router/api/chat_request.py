@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from fabric.contracts import ContextLengthExceeded, InvalidRequest
 from modalities.family import MediaOptions
 from router.api.chat_message import TEXT_PART_TYPES, ChatMessage
-from router.api.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
+from router.api.generation_fields import INT64_MAX, MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
 from router.api.request_body import parse_body
 from router.api.tool_fields import FunctionTool, ToolChoiceField, check_tools
 from router.router_config import RouterConfig
@@ -31,7 +31,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class MediaKwargs(BaseModel):
-    """Holds the options for all videos of a request (`mm_processor_kwargs`), under the names of transformers and vLLM.
+    """Holds the options for all media of a request (`mm_processor_kwargs`), under the names of transformers and vLLM.
     Unknown keys are refused, not ignored, because honouring them would change the answer."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
@@ -41,6 +41,8 @@ class MediaKwargs(BaseModel):
     """This is the number of frames, evenly spread over the video. There are fewer if the video or the model's own limit
     has fewer, or if the budget is spent; the number is a multiple of what the model looks at together."""
     max_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
+    max_pixels: int | None = Field(None, ge=1, le=INT64_MAX)
+    """Limits the pixels of each picture that the model looks at, down to the smallest form that the model takes."""
     sampling: Sampling | None = None
     use_audio_in_video: bool | None = None
     """Says whether the model gets the sound tracks of videos; by default it does if it can process sound."""
@@ -52,7 +54,7 @@ class ChatRequest(GenerationFields):
     messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     mm_processor_kwargs: MediaKwargs | None = None
-    """This is vLLM's parameter: it says how the request's videos are sampled."""
+    """This is vLLM's parameter: it says how the request's media are sampled."""
     on_encode_failure: Literal["error", "reduce", "text_only"] | None = None
     """Says what happens to the request if a medium can't be encoded; the deployment sets the default."""
     logprobs: bool | None = None

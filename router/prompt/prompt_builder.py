@@ -266,6 +266,8 @@ class PromptBuilder:
         kwargs = chat.mm_processor_kwargs
         with_sound_tracks = None if kwargs is None else kwargs.use_audio_in_video
         probed = await self._reader.read(media, with_sound_tracks, chat.cache_salt or "", account)
+        if kwargs is not None and kwargs.max_pixels is not None:
+            probed = [medium.limited_to(kwargs.max_pixels) for medium in probed]
         answer, grammar = PLAIN, ""
         if chat.is_structured or chat.tools or self._formats.reasoning is not None:
             answer, grammar = await self._compiled(self._answer, chat)

@@ -34,6 +34,7 @@ T = TypeVar("T")
 
 # ------------------------------------------------------------ reading the headers
 
+IMAGE = "image"
 SOUND = "audio"
 """This is the modality of a video's sound track."""
 LOW_DETAIL_PIXELS = 512 * 512
@@ -234,6 +235,12 @@ class ProbedMedium(NamedTuple):
     probe_s: float
     max_pixels: int = 0
     """Limits the pixels of a picture, as `MediaOptions.max_pixels` does; 0 leaves the limit to the model."""
+
+    def limited_to(self, max_pixels: int) -> ProbedMedium:
+        """Returns the medium with at most so many pixels, if it is a picture."""
+        if self.modality != IMAGE:
+            return self
+        return self._replace(max_pixels=min(self.max_pixels or max_pixels, max_pixels))
 
 
 def media_seconds(media: Sequence[ProbedMedium]) -> dict[str, float]:

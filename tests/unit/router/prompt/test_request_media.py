@@ -256,6 +256,16 @@ async def test_wishes_reach_the_encoder(kwargs: dict[str, object], num_frames: i
     assert picture.options == ""
 
 
+async def test_pictures_alone_are_limited_in_pixels() -> None:
+    low = image(2)
+    low["image_url"] = {**low["image_url"], "detail": "low"}
+    request = await asked([video(), image(1), low], mm_processor_kwargs={"max_pixels": 300_000})
+    shown, picture, low_picture = request.media
+    assert MediaOptions.decode(shown.options).max_pixels == 0
+    assert MediaOptions.decode(picture.options) == MediaOptions(max_pixels=300_000)
+    assert MediaOptions.decode(low_picture.options) == MediaOptions(max_pixels=LOW_DETAIL_PIXELS)
+
+
 # ---------------------------------------------------------------- These tests cover which encoder encodes what.
 
 
