@@ -262,12 +262,31 @@ class RouterService:
         """Returns the text of token ids as a client sees it."""
         return self._codec.decode(token_ids, skip_special_tokens)
 
-    async def tokenize(self, request: PromptRequest) -> list[int]:
-        """Returns the token ids of the prompt that a request becomes. Raises what `open` raises for a request that
-        can't be served."""
-        draft = await self._prompt_builder.read(request)
-        prompt = await self._prompt_builder.plan(draft)
+    async def tokenize(self, request: PromptRequest, ticket: Ticket) -> list[int]:
+        """Returns the token ids of the prompt that a request becomes. It counts for the tenant as a request that is
+        served does. Raises what `open` raises for a request that can't be served."""
+        if request.has_media:
+            ticket.enter_media()
+        trace = self._trace(ticket.request_id, request, None)
+        account = FetchLog(ticket, trace, self._context.clock, self._context.metrics)
+        try:
+            draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt), account)
+            prompt = await self._prompt_builder.plan(draft)
+            ticket.take_prompt(len(prompt.token_ids), sum(media_seconds(draft.media).values()))
+        except WeftError as error:
+            trace.note(outcome=error.code)
+            raise
+        trace.note(outcome="tokenized")
         return list(prompt.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids, control tokens included. Raises InvalidRequest for an id that is none, and for
+        more ids than the context has."""
+        return await self._prompt_builder.detokenize(token_ids)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token."""
+        return await self._prompt_builder.token_texts(token_ids)
 
     @property
     def cluster(self) -> ClusterState:
@@ -356,7 +375,8 @@ class RouterService:
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)
-        stream.record = trace.to_json
+        may_see_all = terms.caller.is_operator or self.keys.is_open
+        stream.record = trace.to_json if may_see_all else trace.public_json
         stream.answer = draft.answer
         degradation = DegradationPolicy(
             wanted_policy(draft.request) or self.config.on_encode_failure,

@@ -11,12 +11,12 @@ import base64
 import binascii
 import mimetypes
 from collections.abc import Mapping
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from fabric.contracts import InvalidRequest
 from router.api.field_errors import shown
 
-MAX_TEXT_BYTES = 2**20
+MAX_TEXT_BYTES = 2**18
 """Limits the size of a text file."""
 MEDIA_KINDS = ("image", "audio", "video")
 TEXT_TYPES = ("application/json", "application/xml", "application/yaml")
@@ -70,7 +70,7 @@ def _text(source: str, param: str) -> str:
         message = f"a text file may have at most {MAX_TEXT_BYTES} bytes"
         raise InvalidRequest(message, param=param)
     try:
-        data = base64.b64decode(payload, validate=True) if head.endswith(";base64") else payload.encode()
+        data = base64.b64decode(payload, validate=True) if head.endswith(";base64") else unquote_to_bytes(payload)
         return data.decode()
     except (binascii.Error, UnicodeError) as error:
         message = "a text file must be UTF-8, in a `data:` URL with base64"

@@ -85,13 +85,30 @@ class ResponsesChat(NamedTuple):
     """Holds, for each message of the chat, the field of the request from which it comes."""
 
     def place(self, text: str) -> str:
-        """Returns a text with the places of messages replaced by those in the request."""
+        """Returns the name of a field of the chat as the request has it."""
+        return place_in_request(text, self.message_to_place)
 
-        def in_request(found: re.Match[str]) -> str:
-            index = int(found[1])
-            return self.message_to_place[index] if index < len(self.message_to_place) else found[0]
 
-        return re.sub(r"messages\.(\d+)", in_request, text)
+FIELD_TO_NAME = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format.json_schema.schema": "text.format.schema",
+    "response_format.type": "text.format.type",
+}
+"""Maps fields of a chat to those of a request for a response."""
+
+
+def place_in_request(param: str, message_to_place: Sequence[str]) -> str:
+    """Returns the name of a field of the chat as the request has it."""
+    if param in FIELD_TO_NAME:
+        return FIELD_TO_NAME[param]
+    tool = re.fullmatch(r"(tools\.\d+)\.function(.*)", param, re.DOTALL)
+    if tool is not None:
+        return tool[1] + tool[2]
+    message = re.match(r"messages\.(\d+)", param)
+    if message is None or int(message[1]) >= len(message_to_place):
+        return param
+    return message_to_place[int(message[1])] + param[message.end() :]
 
 
 def parse_responses(body: bytes) -> ResponsesChat:
@@ -116,16 +133,18 @@ def parse_responses(body: bytes) -> ResponsesChat:
         chat = ChatRequest.model_validate(fields)
     except ValidationError as error:
         raise _in_request(refusal(error), places) from None
-    check_chat(chat)
+    try:
+        check_chat(chat)
+    except InvalidRequest as error:
+        raise _in_request(error, places) from None
     return ResponsesChat(request, chat, places)
 
 
-def _in_request(error: InvalidRequest, places: tuple[str, ...]) -> InvalidRequest:
-    found = re.match(r"messages\.(\d+)(.*)", error.param or "")
-    if found is None:
+def _in_request(error: InvalidRequest, places: Sequence[str]) -> InvalidRequest:
+    if error.param is None:
         return error
-    param = places[int(found[1])] + found[2]
-    return InvalidRequest(error.message.replace(error.param or "", param), param=param)
+    param = place_in_request(error.param, places)
+    return InvalidRequest(error.message.replace(error.param, param), param=param)
 
 
 def _options(request: ResponsesRequest) -> dict[str, object]:

@@ -46,8 +46,8 @@ class Transcription(NamedTuple):
     is_streamed: bool
 
     def place(self, text: str) -> str:
-        """Returns a text with the place of the sound replaced by the name of the file's field."""
-        return text.replace(SOUND_PLACE, "file")
+        """Returns the name of a field of the chat as the form has it."""
+        return "file" if text.startswith(SOUND_PLACE) else text
 
 
 def parse_transcription(body: bytes, content_type: str, instruction: str) -> Transcription:

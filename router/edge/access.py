@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fabric.contracts import Forbidden, Unauthorized, WeftError, mint_request_id
+from fabric.contracts import Forbidden, InvalidRequest, Unauthorized, WeftError, mint_request_id
 from router.api import http_error
 from router.edge.connection import LingeringResponse, note_failure
 from router.run import Caller, check_operator, rate_headers
@@ -28,6 +28,9 @@ OPERATOR_PATH = re.compile(r"/(?:metrics|weft)(?:/.*)?", re.DOTALL)
 """Matches the paths that show what other tenants do."""
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
 """Matches a client's `x-request-id` that may be echoed: it has no spaces and no control characters."""
+CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f]")
+"""Matches what no path has. Routers of requests may overlook a line break at the end of a path, which then would be
+another path here than there."""
 _CALLER = "weft.caller"
 Headers = Iterable[tuple[bytes, bytes]]
 
@@ -50,6 +53,8 @@ class AccessControl:
         is_open = scope["path"] in OPEN_PATHS
         caller: Caller | None = None
         try:
+            if CONTROL_CHARACTER.search(scope["path"]):
+                raise InvalidRequest("the path has a control character")
             if not is_open:
                 caller = self._service.keys.find(sent_key(scope))
                 if OPERATOR_PATH.fullmatch(scope["path"]):

@@ -9,7 +9,7 @@ The module makes no decisions, and knows nothing of workers or attempts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -54,7 +54,8 @@ from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
 from router.edge.route_table import RouteTable
 from router.edge.tickets import Tickets
 from router.observe import Found, RequestFilter
-from router.run import JoinedStreams, RequestStream, check_tenant
+from router.prompt import PromptRequest
+from router.run import JoinedStreams, RequestStream, Ticket, check_tenant
 from router.service import RouterService
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -219,7 +220,7 @@ class HttpEdge:
             return Response(writer.whole(), media_type=asked.media_type, headers=headers)
         except WeftError as error:
             headers["openai-processing-ms"] = opened.elapsed_ms()
-            return self._refusal(request, error if asked is None else placed(error, asked), headers)
+            return self._refusal(request, error if asked is None else placed(error, asked.place), headers)
         finally:
             if not is_handed_on:
                 if stream is not None:
@@ -229,14 +230,24 @@ class HttpEdge:
 
     async def _open(self, asked: Asked, tickets: Tickets, label: str | None) -> JoinedStreams:
         """Starts the requests of an answer; each has a ticket of its own. If one of them is refused, the others end.
-        Raises what `RouterService.open` raises."""
+        Raises InvalidRequest if there are more requests than can ever be in flight at once, and what
+        `RouterService.open` raises."""
+        most, num_requests = self._service.admission.most_at_once(tickets.first.caller), len(asked.requests)
+        if num_requests > most:
+            message = f"a request may have at most {most} prompts here, because each takes a place, not {num_requests}"
+            raise InvalidRequest(message, param="prompt")
+        taken = [tickets.first, *tickets.add(self._service.admission, num_requests - 1)]
+        return await self._open_each(asked.requests, taken, label)
+
+    async def _open_each(
+        self, requests: Sequence[PromptRequest], tickets: Sequence[Ticket], label: str | None
+    ) -> JoinedStreams:
         news = asyncio.Event()
         streams: list[RequestStream] = []
         try:
-            for at, each in enumerate(asked.requests):
-                ticket = tickets.first if at == 0 else tickets.add(self._service.admission)
+            for each, ticket in zip(requests, tickets, strict=True):
                 streams.append(await self._service.open(each, ticket, label, news))
-        except (WeftError, asyncio.CancelledError):
+        except BaseException:  # However it ends, no request of a refused answer goes on; the error is raised again.
             for stream in streams:
                 stream.close()
             raise
@@ -254,7 +265,7 @@ class HttpEdge:
                 opened.headers["openai-processing-ms"] = opened.elapsed_ms()
                 return Response(content, media_type="application/json", headers=opened.headers)
             except WeftError as error:
-                return self._refusal(request, error, opened.headers)
+                return self._refusal(request, placed(error, embedding_place), opened.headers)
             finally:
                 watch.close()
                 opened.tickets.release()
@@ -274,18 +285,19 @@ class HttpEdge:
         requests = asked.each(config.embeddings)
         embeddings: list[bytes] = []
         usages: list[Usage] = []
-        for first in range(0, len(requests), EMBEDDED_AT_ONCE):
-            part = requests[first : first + EMBEDDED_AT_ONCE]
-            tickets = opened.tickets if first == 0 else Tickets(service.admission.admit(opened.tickets.first.caller))
-            try:
-                stream = await self._open(Asked(part, False), tickets, label)
-                with closing(stream):
-                    async for _ in stream:
-                        pass  # A request that generates nothing has no text; the embedding comes with its end.
-                embeddings += stream.embeddings
-                usages += [stream.usage] if stream.usage is not None else []
-            finally:
-                tickets.release()
+        tickets, admission = opened.tickets, service.admission
+        most = max(1, min(EMBEDDED_AT_ONCE, admission.most_at_once(tickets.first.caller) - 1))
+        for begin, end in windows(len(requests), most):
+            # The first ticket is that of the whole exchange, and its id that of the first request.
+            own = [tickets.first] if begin == 0 else []
+            taken = [*own, *tickets.add(admission, end - begin - len(own))]
+            stream = await self._open_each(requests[begin:end], taken, label)
+            with closing(stream):
+                async for _ in stream:
+                    pass  # A request that generates nothing has no text; the embedding comes with its end.
+            embeddings += stream.embeddings
+            usages += [stream.usage] if stream.usage is not None else []
+            tickets.release_others()
         return embeddings_answer(asked, config.model_name, embeddings, usages)
 
     # ------------------------------------------------------------ tokens
@@ -293,34 +305,34 @@ class HttpEdge:
     async def tokenize(self, request: Request) -> Response:
         """Returns the tokens of a prompt, or of a conversation with its media."""
 
-        async def tokens(body: bytes) -> bytes:
+        async def tokens(opened: Opened) -> bytes:
             service = self._service
-            asked = await service.parse(parse_tokenize, body)
-            token_ids = await service.tokenize(asked.to_prompt_request(service.config.model_name))
-            texts = [service.token_bytes(each).decode(errors="replace") for each in token_ids]
-            longest = service.family.shape.max_model_len
-            return tokens_answer(token_ids, longest, texts if asked.return_token_strs else None)
+            asked = await service.parse(parse_tokenize, opened.body)
+            wanted = asked.to_prompt_request(service.config.model_name)
+            token_ids = await service.tokenize(wanted, opened.tickets.first)
+            texts = await service.token_texts(token_ids) if asked.return_token_strs else None
+            return tokens_answer(token_ids, service.family.shape.max_model_len, texts)
 
         return await self._compute(request, tokens)
 
     async def detokenize(self, request: Request) -> Response:
         """Returns the text of tokens, control tokens included."""
 
-        async def text(body: bytes) -> bytes:
+        async def text(opened: Opened) -> bytes:
             service = self._service
-            asked = await service.parse(parse_detokenize, body)
+            asked = await service.parse(parse_detokenize, opened.body)
             check_model(asked.model or service.config.model_name, service.config.model_name)
-            return text_answer(service.decode(asked.tokens, skip_special_tokens=False))
+            return text_answer(await service.detokenize(asked.tokens))
 
         return await self._compute(request, text)
 
-    async def _compute(self, request: Request, compute: Callable[[bytes], Coroutine[Any, Any, bytes]]) -> Response:
-        """Answers with what `compute` makes of the body, without a member of the cluster."""
+    async def _compute(self, request: Request, compute: Callable[[Opened], Coroutine[Any, Any, bytes]]) -> Response:
+        """Answers with what `compute` makes of the exchange, without a member of the cluster."""
 
         async def answer(opened: Opened) -> Response:
             watch = ClientWatch(request.receive)
             try:
-                content = await watch.race(compute(opened.body))
+                content = await watch.race(compute(opened))
                 return Response(content, media_type="application/json", headers=opened.headers)
             except WeftError as error:
                 return self._refusal(request, error, opened.headers)
@@ -445,6 +457,17 @@ def answer_page(request: Request, page: str) -> Response:
     return Response(page, headers=PAGE_HEADERS | echo(request))
 
 
+def embedding_place(param: str) -> str:
+    """Returns the name of a field in a request for embeddings, whose inputs are prompts."""
+    return "input" if param == "prompt" else param
+
+
+def windows(num_items: int, most: int) -> Iterator[tuple[int, int]]:
+    """Yields the beginning and end of parts of at most `most` items each."""
+    for begin in range(0, num_items, most):
+        yield begin, min(begin + most, num_items)
+
+
 async def take_all(stream: JoinedStreams, writer: AnswerWriter) -> None:
     """Hands a whole answer to its writer. Raises the error that ended a request."""
     await stream.ended()
@@ -452,12 +475,13 @@ async def take_all(stream: JoinedStreams, writer: AnswerWriter) -> None:
         writer.take(deltas)
 
 
-def placed(error: WeftError, asked: Asked) -> WeftError:
-    """Returns the error with the places that it names as the client's body has them."""
-    param = None if error.param is None else asked.place(error.param)
-    if param == error.param:
+def placed(error: WeftError, place: Callable[[str], str]) -> WeftError:
+    """Returns the error with the place that it names as the client's body has it, in its message too."""
+    param = None if error.param is None else place(error.param)
+    if error.param is None or param is None or param == error.param:
         return error
-    return type(error)(asked.place(error.message), param=param, retry_after_s=error.retry_after_s)
+    message = error.message.replace(error.param, param)
+    return type(error)(message, param=param, retry_after_s=error.retry_after_s)
 
 
 def client_label(request: Request) -> str | None:

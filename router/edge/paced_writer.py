@@ -59,6 +59,8 @@ class PacedWriter:
         if not data and not is_last:
             return
         self._check_pace()
+        if is_last and self._comment is not None:
+            self._comment.cancel()
         timers = self._timers
         self._changed_at_s = timers.time()
         self._writer = asyncio.current_task()

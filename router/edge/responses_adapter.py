@@ -15,6 +15,8 @@ from router.api import Head, ResponsesChat, ResponseWriter, logprobs_object
 from router.edge.answers import AnswerTools, FreshTokens, PieceReader
 from router.run import Delta, JoinedStreams
 
+Logprobs = Sequence[Mapping[str, object]]
+
 
 class ResponsesAnswer:
     """Writes a response. A response has one choice."""
@@ -44,15 +46,19 @@ class ResponsesAnswer:
         return self._writer.whole(self._reader.usage(), self._source.degraded, self._explanation)
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
-        for piece in self._reader.pieces(delta):
-            yield self._event(piece)
+        pieces = self._reader.pieces(delta)
+        # Of a delta with several kinds of pieces it is not known which token belongs to which.
+        logprobs = self._logprobs() if all(isinstance(piece, TextPiece) for piece in pieces) else self._skipped()
+        for piece in pieces:
+            yield self._event(piece, logprobs)
+            logprobs = ()
         if delta.finish_reason is not None:
             yield self._writer.finish(delta.finish_reason)
 
-    def _event(self, piece: AnswerPiece) -> bytes:
+    def _event(self, piece: AnswerPiece, logprobs: Logprobs) -> bytes:
         match piece:
             case TextPiece(text):
-                return self._writer.text(text, self._logprobs())
+                return self._writer.text(text, logprobs)
             case ReasoningPiece(text):
                 return self._writer.reasoning(text)
             case ToolCallStart(_, name):
@@ -60,7 +66,13 @@ class ResponsesAnswer:
             case ToolCallArguments(_, text):
                 return self._writer.call_arguments(text)
 
-    def _logprobs(self) -> Sequence[Mapping[str, object]]:
+    def _skipped(self) -> Logprobs:
+        """Marks the fresh tokens as given out, and returns nothing."""
+        if self._fresh.has_logprobs:
+            self._fresh.take(0)
+        return ()
+
+    def _logprobs(self) -> Logprobs:
         if not self._fresh.has_logprobs:
             return ()
         _, scored = self._fresh.take(0)

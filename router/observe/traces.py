@@ -126,6 +126,11 @@ class RequestTrace:
             "router_id": self._member_id,
         }
 
+    def public_json(self) -> dict[str, object]:
+        """Returns the part of the record that a client without the rights of an operator may see."""
+        shown = {name: plain(self._facts[name]) for name in PUBLIC_FACTS if name in self._facts}
+        return {"request_id": self.request_id, "received_at": self.wall_s, "modality": self.modality} | shown
+
     def to_json(self) -> dict[str, object]:
         """Returns the whole record as JSON values: the facts, the plans with their explanations, the events in order of
         time, and what `explain` computes of them."""
@@ -142,6 +147,11 @@ class RequestTrace:
         shown = plain(explained)
         assert isinstance(shown, dict)
         return head | {"plans": plans, "num_events_dropped": self._num_dropped} | shown
+
+
+PUBLIC_FACTS = ("outcome", "finish_reasons", "timing", "usage", "media", "num_prompt_tokens", "degraded", "ignored")
+"""Names the facts of a request that its own client may see, where the rest is for operators: they tell nothing of the
+members of the cluster and of the requests of others."""
 
 
 class RequestFilter(msgspec.Struct, frozen=True):

@@ -231,5 +231,10 @@ def _as_text(message: Mapping[str, object]) -> dict[str, object]:
             else f"{content}\n{text}".lstrip()
         )
     if message["role"] == "tool":
-        written |= {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        content = message["content"]
+        parts = content if isinstance(content, list) else [{"type": "text", "text": str(content)}]
+        before, after = ({"type": "text", "text": text} for text in ("<tool_response>\n", "\n</tool_response>"))
+        is_text = isinstance(content, str)
+        framed = f"<tool_response>\n{content}\n</tool_response>" if is_text else [before, *parts, after]
+        written |= {"role": "user", "content": framed}
     return written

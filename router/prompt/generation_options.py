@@ -185,7 +185,10 @@ def _of_schema(schema: object, param: str, limits: GrammarLimits) -> str:
     # Clients may not set options of the library.
     text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
     _check_size(text, param, limits)
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+    try:
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+    except ValueError as error:  # The library refuses numbers that JSON does not have, and very long ones.
+        raise InvalidRequest(f"`{param}` is not a JSON schema that this server can use", param=param) from error
 
 
 def _of_regex(regex: object, param: str, limits: GrammarLimits) -> str:

@@ -7,6 +7,18 @@ nothing of requests or formats.
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import NamedTuple
+
+from modalities.family import MediaHeader
+
+
+class NamedFile(NamedTuple):
+    """A `NamedFile` is the encoded file of one medium, with what was found out about it at once."""
+
+    data: bytes
+    digest: bytes
+    header: MediaHeader | None
+    """This is the header if the first bytes of the file say it, otherwise None."""
 
 
 class NamedMedia:
@@ -16,24 +28,25 @@ class NamedMedia:
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._name_to_file: OrderedDict[tuple[str, str, str], bytes] = OrderedDict()
+        self._name_to_file: OrderedDict[tuple[str, str, str], NamedFile] = OrderedDict()
 
-    def keep(self, salt: str, modality: str, uuid: str, data: bytes) -> None:
+    def keep(self, salt: str, modality: str, uuid: str, file: NamedFile) -> None:
         """Keeps a file under its name, in place of an earlier one. A file that alone exceeds the limit is not kept."""
         name = (salt, modality, uuid)
-        self.num_bytes -= len(self._name_to_file.pop(name, b""))
-        if len(data) > self._max_bytes:
+        earlier = self._name_to_file.pop(name, None)
+        self.num_bytes -= 0 if earlier is None else len(earlier.data)
+        if len(file.data) > self._max_bytes:
             return
-        self._name_to_file[name] = data
-        self.num_bytes += len(data)
+        self._name_to_file[name] = file
+        self.num_bytes += len(file.data)
         while self.num_bytes > self._max_bytes:
             _, forgotten = self._name_to_file.popitem(last=False)
-            self.num_bytes -= len(forgotten)
+            self.num_bytes -= len(forgotten.data)
 
-    def find(self, salt: str, modality: str, uuid: str) -> bytes | None:
+    def find(self, salt: str, modality: str, uuid: str) -> NamedFile | None:
         """Returns the file of this name, or None, and marks it as used."""
         name = (salt, modality, uuid)
-        data = self._name_to_file.get(name)
-        if data is not None:
+        file = self._name_to_file.get(name)
+        if file is not None:
             self._name_to_file.move_to_end(name)
-        return data
+        return file

@@ -19,6 +19,7 @@ from enum import Enum
 from typing import ParamSpec, TypeVar
 
 from fabric.contracts import (
+    ContextLengthExceeded,
     InvalidRequest,
     KvScheme,
     MediaItem,
@@ -30,7 +31,7 @@ from fabric.contracts import (
 from kv_index import prompt_block_hashes
 from modalities.family import ExpandedPrompt, Family, MediaOptions
 from modalities.registry import Registry
-from modalities.text import TextCodec
+from modalities.text import TextCodec, token_bytes
 from router.api import (
     ChatRequest,
     CompletionRequest,
@@ -249,7 +250,7 @@ class PromptBuilder:
         check_generation(request, self._config, vocab_size)
         if isinstance(request, ChatRequest):
             return await self._read_chat(request, account)
-        check_token_ids(request.token_ids, vocab_size)
+        check_token_ids(request.token_ids, vocab_size, self.family.shape.max_model_len)
         grammar = await self._compiled(self._completion_grammar, request) if request.is_structured else ""
         sampling = sampling_of(request, vocab_size, grammar)
         return Draft(request, (), (), self._config.video_options, sampling)
@@ -294,6 +295,20 @@ class PromptBuilder:
         grammar = grammar_of(request, self._config.grammar)
         check_grammar(grammar.text, grammar.param, self._config.grammar)
         return grammar.text
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Returns the text of token ids, control tokens included. Raises InvalidRequest."""
+        shape = self.family.shape
+        check_token_ids(token_ids, shape.vocab_size, shape.max_model_len, "tokens")
+        return await self._threads.run(Work.PROMPT, self.codec.decode, token_ids, False)
+
+    async def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns the text of each token."""
+
+        def texts() -> list[str]:
+            return [token_bytes(self.codec, token_id).decode(errors="replace") for token_id in token_ids]
+
+        return await self._threads.run(Work.PROMPT, texts)
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
         """Returns the prompt without what was lost. Raises a RequestRefused."""
@@ -455,12 +470,15 @@ def served_items(family: Family, lowered: Mapping[str, int]) -> dict[str, int]:
     return {modality: count for modality, count in most.items() if count > 0}
 
 
-def check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequest if an id of a prompt is no token."""
-    unknown = next((token_id for token_id in token_ids if not 0 <= token_id < vocab_size), None)
-    if unknown is not None:
-        message = f"a token id of the prompt must be one of 0 to {vocab_size - 1}, not {shown(unknown)}"
-        raise InvalidRequest(message, param="prompt")
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, longest: int, param: str = "prompt") -> None:
+    """Raises InvalidRequest if an id is no token, and ContextLengthExceeded if there are more than the context has."""
+    if len(token_ids) > longest:
+        message = f"this model's context is {longest} tokens, but `{param}` has {len(token_ids)}"
+        raise ContextLengthExceeded(message, param=param)
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
+        message = f"a token id of `{param}` must be one of 0 to {vocab_size - 1}, not {shown(unknown)}"
+        raise InvalidRequest(message, param=param)
 
 
 def without_contents(chat: ChatRequest) -> ChatRequest:
@@ -474,7 +492,14 @@ def without_fields(content: Sequence[Part]) -> list[Part]:
 
 
 def _is_short(draft: Draft) -> bool:
-    """Tells whether the text of all messages together is short enough for the event loop."""
+    """Tells whether all text of the prompt together is short enough for the event loop."""
+    request = draft.request
+    if isinstance(request, CompletionRequest):
+        return len(request.text) + len(request.token_ids) <= SHORT_TEXT_CHARS
+    if request.tools or request.chat_template_kwargs:
+        return False
+    if any(message.tool_calls or message.reasoning_content for message in request.messages):
+        return False
     parts = (part for content in draft.contents if not isinstance(content, str) for part in content)
     num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
     num_chars += sum(len(content) for content in draft.contents if isinstance(content, str))

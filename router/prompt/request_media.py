@@ -25,7 +25,7 @@ from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, decod
 from modalities.registry import Registry
 from router.api import PART_TYPE_TO_MODALITY, MediaPart, shown
 from router.fetch import FetchedFile
-from router.prompt.named_media import NamedMedia
+from router.prompt.named_media import NamedFile, NamedMedia
 from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 
 P = ParamSpec("P")
@@ -93,6 +93,8 @@ class MediaReader:
         num_bytes = 0
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
+            if part.uuid and part.has_content:
+                self._named_media.keep(salt, plugin.modality, part.uuid, file)
             num_bytes += decoded_bytes(medium.header)
             self._check_decoded(num_bytes, part.param)
             media.append(medium._replace(sound=self._sound(medium) if has_sound_tracks else None))
@@ -147,7 +149,7 @@ class MediaReader:
 
     async def _files(
         self, parts: Sequence[MediaPart], plugins: Sequence[ModalityPlugin], salt: str, account: FetchAccount
-    ) -> list[_File]:
+    ) -> list[NamedFile]:
         """Returns the files of the parts, in order. What the request contains is read before anything is fetched."""
         urls = self._url_media.find(parts)
         wanted = list(zip(parts, plugins, strict=True))
@@ -158,38 +160,35 @@ class MediaReader:
             fetched = await self._url_media.fetch(urls, salt, account)
             part_to_plugin = {part.param: plugin for part, plugin in wanted}
             files |= await self._in_thread(self._take, fetched, part_to_plugin)
-        for part, plugin in wanted:
-            if part.uuid and part.has_content:
-                self._named_media.keep(salt, plugin.modality, part.uuid, files[part.param].data)
         files |= kept
         return [files[part.param] for part in parts]
 
-    def _kept(self, part: MediaPart, plugin: ModalityPlugin, salt: str) -> _File:
+    def _kept(self, part: MediaPart, plugin: ModalityPlugin, salt: str) -> NamedFile:
         """Returns the file that an earlier request has sent under the part's name. Raises InvalidRequest if it is not
         kept (any more)."""
-        data = self._named_media.find(salt, plugin.modality, part.uuid)
-        if data is None:
+        file = self._named_media.find(salt, plugin.modality, part.uuid)
+        if file is None:
             message = f"the `uuid` {shown(part.uuid)} names no medium that this router keeps; send its content with it"
             raise InvalidRequest(message, param=part.param)
-        return _File(data, content_digest(data), _first_header(plugin, data))
+        return file
 
-    def _parse(self, wanted: Sequence[tuple[MediaPart, ModalityPlugin]]) -> dict[str, _File]:
+    def _parse(self, wanted: Sequence[tuple[MediaPart, ModalityPlugin]]) -> dict[str, NamedFile]:
         """Returns the files that parts contain, by part."""
-        files: dict[str, _File] = {}
+        files: dict[str, NamedFile] = {}
         for part, plugin in wanted:
             data = plugin.parse(part.fields, part.param, self._limits)
-            files[part.param] = _File(data, content_digest(data), _first_header(plugin, data))
+            files[part.param] = NamedFile(data, content_digest(data), _first_header(plugin, data))
         return files
 
     @staticmethod
-    def _take(fetched: Mapping[str, FetchedFile], plugins: Mapping[str, ModalityPlugin]) -> dict[str, _File]:
+    def _take(fetched: Mapping[str, FetchedFile], plugins: Mapping[str, ModalityPlugin]) -> dict[str, NamedFile]:
         """Returns the files that were fetched, by part."""
         return {
-            part: _File(file.data, file.digest, _first_header(plugins[part], file.data))
+            part: NamedFile(file.data, file.digest, _first_header(plugins[part], file.data))
             for part, file in fetched.items()
         }
 
-    async def _probe(self, part: MediaPart, plugin: ModalityPlugin, file: _File) -> ProbedMedium:
+    async def _probe(self, part: MediaPart, plugin: ModalityPlugin, file: NamedFile) -> ProbedMedium:
         clock = asyncio.get_running_loop()
         started_s = clock.time()
         if file.header is not None:
@@ -251,15 +250,6 @@ def media_seconds(media: Sequence[ProbedMedium]) -> dict[str, float]:
         if isinstance(medium.header, AudioHeader | VideoHeader):
             seconds[medium.modality] = seconds.get(medium.modality, 0.0) + medium.header.seconds
     return seconds
-
-
-class _File(NamedTuple):
-    """A `_File` is one part, decoded from its text."""
-
-    data: bytes
-    digest: bytes
-    header: MediaHeader | None
-    """This is the header if the first bytes of the file say it, otherwise None."""
 
 
 def _first_header(plugin: ModalityPlugin, data: bytes) -> MediaHeader | None:

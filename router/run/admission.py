@@ -193,25 +193,39 @@ class Admission:
         the caller has used up a quota, or Draining once it is closed."""
         if self.is_closed:
             raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
+        return self.admit_more(caller, 1)[0]
+
+    def admit_more(self, caller: Caller, count: int) -> list[Ticket]:
+        """Returns tickets for further requests that an admitted exchange makes, also once it is closed: all or none.
+        Raises Overloaded or RateLimited, after which nothing was taken."""
         tenant = caller.tenant
         router, own = self._router.requests, self._tenants[tenant.name].requests
-        if router.lacks(1):
+        if lacking := router.lacks(count):
             message = f"{router.used} requests are in flight, and this router takes at most {router.limit}"
-            raise self._overloaded(message, router, 1)
-        if own.lacks(1):
+            raise self._overloaded(message, router, lacking)
+        if lacking := own.lacks(count):
             message = f"{own.used} requests of the tenant {tenant.name} are in flight, which may have {own.limit}"
-            raise self._overloaded(message, own, 1)
-        self._check_key(caller)
-        self.rates.begin(caller)
-        router.take(1)
-        own.take(1)
+            raise self._overloaded(message, own, lacking)
+        self._check_key(caller, count)
+        self.rates.begin(caller, count)
+        router.take(count)
+        own.take(count)
         if caller.max_in_flight is not None:
-            self._key_to_requests.setdefault(caller.key_id, UsageLimit(None)).take(1)
-        return Ticket(self, caller, mint_request_id())
+            self._key_to_requests.setdefault(caller.key_id, UsageLimit(None)).take(count)
+        return [Ticket(self, caller, mint_request_id()) for _ in range(count)]
 
-    def _check_key(self, caller: Caller) -> None:
+    def most_at_once(self, caller: Caller) -> int:
+        """Returns how many requests of the caller may be in flight at once, if there are no others."""
+        limits = (
+            self._router.requests.limit,
+            self._tenants[caller.tenant.name].requests.limit,
+            self._part_of(caller.max_in_flight),
+        )
+        return min(limit for limit in limits if limit is not None)
+
+    def _check_key(self, caller: Caller, count: int) -> None:
         of_key, most = self._key_to_requests.get(caller.key_id), self._part_of(caller.max_in_flight)
-        if of_key is not None and most is not None and of_key.used >= most:
+        if of_key is not None and most is not None and of_key.used + count > most:
             message = f"{of_key.used} requests of the key {caller.key_name} are in flight, which may have {most}"
             raise self._overloaded(f"{message} at this router", of_key, 1)
 

@@ -108,11 +108,11 @@ class RateLimiter:
                 for bucket in owner.buckets.values():
                     bucket.share(num_routers)
 
-    def begin(self, caller: Caller) -> None:
-        """Takes one request. Raises RateLimited if a quota of requests has no room for it, or if a quota of tokens is
-        used up already, so that no prompt is made in vain."""
-        self._check(caller, {"requests": 1, "tokens": 1})
-        self._take(caller, {"requests": 1})
+    def begin(self, caller: Caller, count: int = 1) -> None:
+        """Takes `count` requests. Raises RateLimited if a quota of requests has no room for them, or if a quota of
+        tokens is used up already, so that no prompt is made in vain; then nothing is taken."""
+        self._check(caller, {"requests": count, "tokens": 1})
+        self._take(caller, {"requests": count})
 
     def undo_begin(self, caller: Caller) -> None:
         """Gives one request back, because it was refused later."""

@@ -221,7 +221,7 @@ def bad_requests() -> list[tuple[str, Any, int, str, str]]:
         ("broken base64", [url_part("data:image/png;base64,@@@@")], 400, "messages.0.content.0", "base64"),
         ("truncated picture", ["Look:", url_part(cut)], 400, "messages.0.content.1", ""),
         ("text called PNG", ["Look:", url_part(text)], 400, "messages.0.content.1", "image"),
-        ("http url", [url_part("http://127.0.0.1/x.png")], 400, "messages.0.content.0", "data:"),
+        ("http url", [url_part("http://127.0.0.1/x.png")], 400, "messages.0.content.0", "https"),
     ]
 
 

@@ -36,6 +36,7 @@ REASONS = {
     "modalities/text/tokenizer_files.py:load_tokenizer": "the library `tokenizers` raises Exception itself",
     "router/edge/connection.py:AccessLog.__call__": "the top of an HTTP exchange; the error is raised again",
     "router/fetch/url_fetcher.py:UrlFetcher._run": "the top of a fetch's task, for which requests wait",
+    "router/edge/app.py:HttpEdge._open_each": "the top of an answer's requests; the error is raised again",
     "router/run/request_run.py:RequestRun._run": "the top of a request's task",
     "router/run/request_run.py:RequestRun.on_frame": "one frame in the loop of the message plane",
     "router/service.py:RouterService.open": "the top of a request that has no task yet; the error is raised again",

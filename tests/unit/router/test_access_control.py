@@ -279,3 +279,11 @@ async def test_no_tenant_reaches_the_caches_of_another(
         sent = [request.cache_salt for request in cluster.workers[0].requests]
         assert sent == list(salts)
         assert len(set(sent)) == 2
+
+
+@pytest.mark.parametrize("path", ["/metrics%0A", "/weft/members%0A", "/health%0A", "/v1/models%00"])
+async def test_a_path_with_a_control_character_is_no_path(path: str) -> None:
+    """A pattern may overlook a line break at the end of a path, which then is an operator's path for one only."""
+    async with served(**KEYS) as (_, client):
+        response = await client.get(path, headers=bearer("sk-shop"))
+        assert response.status_code == 400

@@ -97,7 +97,7 @@ async def test_several_prompts_have_their_choices_behind_each_other(is_streamed:
 async def test_each_prompt_takes_a_place_of_its_own() -> None:
     async with served(max_in_flight=2) as (_, client):
         refused = await client.post(PATH, content=completion_body(["a", "b", "c"]))
-        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
         answer = await client.post(PATH, content=completion_body(["a", "b"]))
         assert len(answer.json()["choices"]) == 2
 

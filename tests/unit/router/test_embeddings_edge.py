@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 
@@ -10,7 +11,7 @@ import pytest
 from edge_client import served
 from router_chats import chat_body, image
 
-from deploy.testing import TINY_MODEL, reply_outputs
+from deploy.testing import TINY_MODEL, reply_outputs, settled
 
 EMBEDDINGS = "/v1/embeddings"
 COMPLETIONS = "/v1/completions"
@@ -76,14 +77,14 @@ async def test_a_cluster_without_embeddings_says_so() -> None:
     ("fields", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [""]}, "prompt"),
+        ({"input": [""]}, "input"),
         ({"input": ["a", 1]}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": None}, "input"),
         ({"input": "a", "messages": []}, "input"),
         ({"input": "a", "dimensions": 7}, "dimensions"),
         ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "b" * 3000}, "prompt"),
+        ({"input": "b" * 3000}, "input"),
     ],
 )
 async def test_bad_requests_for_embeddings_are_named(fields: dict[str, object], param: str) -> None:
@@ -155,3 +156,12 @@ async def test_what_can_not_be_scored_is_named(path: str, fields: dict[str, obje
     async with served() as (_, client):
         response = await client.post(path, content=json.dumps(json.loads(chat_body()) | fields))
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+async def test_a_drain_lets_embeddings_finish() -> None:
+    async with served(embeddings="last") as (cluster, client):
+        inputs = [f"input {number}" for number in range(40)]
+        running = asyncio.create_task(client.post(EMBEDDINGS, content=embedding_body(inputs)))
+        await settled(lambda: len(cluster.workers[0].requests) > 0)
+        assert await cluster.service.drain(20) == 0
+        assert len((await running).json()["data"]) == 40

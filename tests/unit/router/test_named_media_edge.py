@@ -10,7 +10,7 @@ from chat_media import data_url, picture, png
 from edge_client import served
 from router_chats import chat_body, image, text
 
-from router.prompt.named_media import NamedMedia
+from router.prompt.named_media import NamedFile, NamedMedia
 
 CHAT = "/v1/chat/completions"
 
@@ -52,15 +52,19 @@ async def test_nothing_is_kept_without_room() -> None:
         assert (await client.post(CHAT, content=chat_body([alone("cat"), text("?")]))).status_code == 400
 
 
+def named_file(data: bytes) -> NamedFile:
+    return NamedFile(data, data, None)
+
+
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
     media = NamedMedia(10)
     for uuid in ("a", "b", "c"):
-        media.keep("", "image", uuid, b"123")
-    assert media.find("", "image", "a") == b"123"
-    media.keep("", "image", "d", b"12")
-    assert [media.find("", "image", uuid) for uuid in ("a", "b", "c", "d")] == [b"123", None, b"123", b"12"]
+        media.keep("", "image", uuid, named_file(b"123"))
+    assert media.find("", "image", "a") == named_file(b"123")
+    media.keep("", "image", "d", named_file(b"12"))
+    assert [media.find("", "image", uuid) is not None for uuid in ("a", "b", "c", "d")] == [True, False, True, True]
     assert media.num_bytes == 8
-    media.keep("", "image", "a", b"12345678901")
+    media.keep("", "image", "a", named_file(b"12345678901"))
     assert media.find("", "image", "a") is None
     assert media.num_bytes == 5
     assert media.find("x", "image", "c") is None
@@ -111,7 +115,7 @@ async def test_a_file_with_text_is_text() -> None:
         ({"file_data": as_url("application/pdf", b"%PDF"), "filename": "a.pdf"}, "`file_data`|application/pdf"),
         ({"file_data": "AAAA"}, "octet-stream"),
         ({"file_data": as_url("text/plain", b"\xff")}, "UTF-8"),
-        ({"file_data": "data:text/plain;base64," + "A" * 2**21}, "at most 1048576 bytes"),
+        ({"file_data": "data:text/plain;base64," + "A" * 2**21}, "at most 262144 bytes"),
     ],
 )
 async def test_files_that_can_not_be_read_are_refused(file: dict[str, object], words: str) -> None:

@@ -206,7 +206,7 @@ async def test_log_probabilities_come_with_the_text() -> None:
         ({"tools": [{"type": "function"}]}, "tools.0.name"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "response_format.json_schema.schema"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ],
 )
 async def test_bad_requests_for_responses_are_named(fields: dict[str, object], param: str) -> None:

@@ -64,3 +64,23 @@ async def test_a_path_without_the_version_is_answered_with_a_hint(path: str) -> 
         assert response.json()["error"]["message"].endswith(f"; the path is /v1{path}")
         other = await client.post("/v1/nothing", content=b"{}")
         assert other.json()["error"]["message"].endswith("/v1/nothing")
+
+
+@pytest.mark.parametrize("tokens", [[-1], [2**32], [10**30], [262]])
+async def test_ids_that_are_no_tokens_are_refused(tokens: list[int]) -> None:
+    async with served() as (_, client):
+        response = await client.post("/detokenize", content=json.dumps({"tokens": tokens}))
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
+
+
+async def test_more_ids_than_the_context_has_are_refused() -> None:
+    async with served(max_model_len=64) as (_, client):
+        response = await client.post("/detokenize", content=json.dumps({"tokens": [1] * 65}))
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_tokenizing_counts_as_a_request_with_media_does() -> None:
+    async with served(max_in_flight=1) as (_, client):
+        messages = [{"role": "user", "content": [image()]}]
+        body = json.dumps({"model": TINY_MODEL, "messages": messages})
+        assert (await client.post("/tokenize", content=body)).status_code == 200

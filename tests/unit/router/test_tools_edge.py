@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from edge_client import events, served
-from router_chats import chat_body
+from router_chats import chat_body, image
 from tool_samples import CALL, CITY, SECOND, THINKING, TOOLS
 
 from deploy.testing import FakeCluster
@@ -240,3 +240,21 @@ async def test_template_variables_can_not_replace_the_conversation() -> None:
     async with served() as (_, client):
         response = await client.post(CHAT, content=chat_body(chat_template_kwargs={"messages": []}))
         assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+@pytest.mark.parametrize("schema", ['{"enum": [NaN]}', '{"enum": [1e999]}', '{"const": ' + "9" * 4299 + "}"])
+async def test_numbers_that_json_does_not_have_are_refused_in_schemas(schema: str) -> None:
+    async with served() as (_, client):
+        body = chat_body(guided_json={}).replace(b'"guided_json": {}', b'"guided_json": ' + schema.encode())
+        assert (await client.post(CHAT, content=body)).status_code == 400
+
+
+async def test_a_result_made_of_parts_stays_one() -> None:
+    async with served() as (cluster, client):
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        messages = [
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "sunny"}, image()]},
+        ]
+        await answer(cluster, client, "It is sunny.", messages=messages, tools=TOOLS)
+        assert "<tool_response>\nsunny<|image|>" in prompt_of(cluster)
