@@ -41,6 +41,7 @@ from router.api.completion_response import CompletionChunkWriter, CompletionText
 from router.api.embedding_request import (
     EmbeddedChat,
     EmbeddedText,
+    EmbeddingRequest,
     check_dimensions,
     embeddings_answer,
     parse_embedding,
@@ -53,16 +54,24 @@ from router.api.generation_fields import (
     check_model,
     model_not_found,
 )
-from router.api.http_errors import envelope, http_error, status_of
+from router.api.http_errors import ERROR_TO_STATUS, envelope, http_error, status_of
 from router.api.request_body import MAX_JSON_VALUES
 from router.api.responses_answer import ResponseWriter
-from router.api.responses_request import ResponsesChat, parse_responses
-from router.api.token_requests import parse_detokenize, parse_tokenize, text_answer, tokens_answer
+from router.api.responses_request import ResponsesChat, ResponsesRequest, parse_responses
+from router.api.token_requests import (
+    DetokenizeRequest,
+    TokenizeRequest,
+    parse_detokenize,
+    parse_tokenize,
+    text_answer,
+    tokens_answer,
+)
 from router.api.tool_fields import ToolCall, chosen_names
 from router.api.transcription_request import Transcription, parse_transcription
 
 __all__ = [
     "DONE",
+    "ERROR_TO_STATUS",
     "MAX_BIASED_TOKENS",
     "MAX_JSON_VALUES",
     "PART_TYPE_TO_MODALITY",
@@ -75,8 +84,10 @@ __all__ = [
     "CompletionRequest",
     "CompletionText",
     "Degraded",
+    "DetokenizeRequest",
     "EmbeddedChat",
     "EmbeddedText",
+    "EmbeddingRequest",
     "Explained",
     "GenerationFields",
     "Head",
@@ -84,10 +95,12 @@ __all__ = [
     "Part",
     "ResponseWriter",
     "ResponsesChat",
+    "ResponsesRequest",
     "ScoredToken",
     "TextOffset",
     "TextPart",
     "TokenBytes",
+    "TokenizeRequest",
     "ToolCall",
     "Transcription",
     "Usage",

@@ -22,7 +22,7 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 class ChatMessage(BaseModel):
     """A `ChatMessage` is one message of the request. `parts_of` reads `content` and names the offending part."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
     role: Role
     content: Any = None

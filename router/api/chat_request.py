@@ -34,7 +34,9 @@ class MediaKwargs(BaseModel):
     """Holds the options for all media of a request (`mm_processor_kwargs`), under the names of transformers and vLLM.
     Unknown keys are refused, not ignored, because honouring them would change the answer."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     fps: float | None = Field(None, gt=0, le=240)
     num_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)

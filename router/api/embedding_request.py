@@ -53,7 +53,7 @@ class EmbeddedChat(ChatRequest):
 class EmbeddingRequest(BaseModel):
     """An `EmbeddingRequest` has inputs (OpenAI's form) or messages (vLLM's extension, for media)."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
     model: str
     input: str | list[int] | list[str] | list[list[int]] | None = None

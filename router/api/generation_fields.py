@@ -28,7 +28,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
     include_usage: bool = False
 
@@ -36,7 +36,9 @@ class StreamOptions(BaseModel):
 class WeftOptions(BaseModel):
     """Holds the options that only Weft has (`weft`). Unknown keys are refused, because nothing else defines them."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     ttft_deadline_ms: int | None = Field(None, ge=1, le=MAX_DEADLINE_MS)
     """The first token should come within this many milliseconds of the request's arrival. A request for which the
@@ -49,7 +51,9 @@ class GenerationFields(BaseModel):
     """Holds how one request generates. Validation of a list stops at its first flaw: the client gets only that one, and
     a list may have tens of thousands."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="allow", strict=True, frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
     model: str
     max_tokens: int | None = Field(None, ge=1)

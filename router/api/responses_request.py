@@ -27,7 +27,7 @@ _CHAT_PART_TYPES = ("image_url", "video_url", "audio_url", "input_audio", "file"
 
 
 class _LooseOptions(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class ReasoningOptions(_LooseOptions):

@@ -20,7 +20,7 @@ class TokenizeRequest(BaseModel):
     """A `TokenizeRequest` has a prompt or messages, with the fields of a completion or of a chat that decide which
     tokens they become."""
 
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
     model: str | None = None
     prompt: str | None = None
@@ -49,7 +49,7 @@ class TokenizeRequest(BaseModel):
 
 
 class DetokenizeRequest(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
     model: str | None = None
     tokens: Annotated[list[int], FailFast(), Field(max_length=MAX_TOKEN_VALUES)]

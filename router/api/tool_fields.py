@@ -23,7 +23,7 @@ ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
 
 
 class _Tolerant(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
 class FunctionDefinition(_Tolerant):
