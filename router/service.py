@@ -289,6 +289,11 @@ class RouterService:
         return await self._prompt_builder.token_texts(token_ids)
 
     @property
+    def modalities(self) -> tuple[str, ...]:
+        """Names the modalities of the media that the model takes here, in alphabetical order."""
+        return tuple(sorted(self._prompt_builder.max_items))
+
+    @property
     def cluster(self) -> ClusterState:
         """Returns what the router believes about the cluster. Callers may only read it."""
         return self._context.cluster

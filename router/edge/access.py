@@ -1,9 +1,10 @@
 """Decides who may use which route: `AccessControl` is ASGI middleware around the whole app, so that no route can
 forget to ask for a key.
 
-Paths of health need no key, `/metrics` and everything below `/weft` need an operator's, and every other path (also one
-that does not exist) needs any key. The key is checked before a byte of the body is read. The answers to callers with
-quotas get their `x-ratelimit-*` headers here. The module knows nothing of what a route does.
+Paths of health and the description of the API need no key, `/metrics` and everything below `/weft` need an operator's,
+and every other path (also one that does not exist) needs any key. The key is checked before a byte of the body is read.
+The answers to callers with quotas get their `x-ratelimit-*` headers here. The module knows nothing of what a route
+does.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from router.edge.connection import LingeringResponse, note_failure
 from router.run import Caller, check_operator, rate_headers
 from router.service import RouterService
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
-"""These paths need no key: who runs the process must be able to ask whether it lives."""
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/openapi.json", "/docs"})
+"""These paths need no key: who runs the process must be able to ask whether it lives, and the description of the API
+holds no more than the name of the model and what the API takes; a browser that shows it has no key to send."""
 OPERATOR_PATH = re.compile(r"/(?:metrics|weft)(?:/.*)?", re.DOTALL)
 """Matches the paths that show what other tenants do."""
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
@@ -83,11 +85,16 @@ class AccessControl:
     def _refusal(self, scope: Scope, error: WeftError) -> Response:
         answer = http_error(error, self._service.config.retry_after_s)
         note_failure(scope, error)
-        label = header(scope["headers"], b"x-request-id")
-        headers = answer.headers | {"x-request-id": label if CLIENT_LABEL.fullmatch(label) else mint_request_id()}
+        headers = answer.headers | {"x-request-id": request_label(scope)}
         if isinstance(error, Unauthorized) and is_page(scope):
             headers["www-authenticate"] = 'Basic realm="Weft: an operator key as the password", charset="UTF-8"'
         return LingeringResponse(answer.status, answer.body, headers)
+
+
+def request_label(scope: Scope) -> str:
+    """Returns the client's own `x-request-id` if it is fit to be repeated, or else a new id."""
+    label = header(scope["headers"], b"x-request-id")
+    return label if CLIENT_LABEL.fullmatch(label) else mint_request_id()
 
 
 def caller_of(scope: Scope) -> Caller:

@@ -48,6 +48,7 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
+from router.edge.document_routes import DocumentEdge
 from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
 from router.edge.event_stream import EventStream
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
@@ -66,7 +67,7 @@ ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 def create_api(service: RouterService) -> FastAPI:
     """Returns the routes of one router and their handlers."""
-    edge = HttpEdge(service)
+    edge, document = HttpEdge(service), DocumentEdge(service)
     api = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", edge.chat_completions),
@@ -86,6 +87,8 @@ def create_api(service: RouterService) -> FastAPI:
         ("GET", "/weft/prometheus-targets", edge.prometheus_targets),
         ("GET", "/weft/requests", edge.requests),
         ("GET", "/weft/requests/{request_id}", edge.trace),
+        ("GET", "/openapi.json", document.as_json),
+        ("GET", "/docs", document.as_page),
     ]
     for method, path, handler in routes:
         api.add_route(path, handler, methods=[method])

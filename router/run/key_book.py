@@ -261,6 +261,11 @@ class KeyBook:
         self.is_open = not tenants and not self._keys
         """Tells whether no key is known at all; then everybody may do everything."""
 
+    @property
+    def asks_for_keys(self) -> bool:
+        """Tells whether a request without a key is refused."""
+        return not self.is_open and self._keyless is None
+
     def find(self, key: str | None) -> Caller:
         """Returns the caller with this key. Without configured tenants and keys, every request is of `ANONYMOUS`, with
         any key or with none. Raises Unauthorized if the key is unknown, or if a key is missing and no tenant sends

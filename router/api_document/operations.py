@@ -1,0 +1,282 @@
+"""Lists the operations of the API: the route, what it takes, what it answers, and which errors refuse it.
+
+An operation with a route is here once; a test compares the list with the routes of the app. The module knows nothing of
+how an operation is carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from fabric.contracts import InvalidRequest, ModelNotFound
+from router.api_document.examples import (
+    Example,
+    chat_examples,
+    completion_examples,
+    detokenize_examples,
+    embedding_examples,
+    response_examples,
+    tokenize_examples,
+)
+from router.api_document.refusals import BODY, GENERATION, KEY, OPERATOR, PROMPT, RATE_HEADERS, Errors
+from router.api_document.request_schemas import Schema
+
+Access = Literal["open", "key", "operator"]
+JSON_TYPE = "application/json"
+HTML_TYPE = "text/html"
+EVENTS_TYPE = "text/event-stream"
+TEXT_TYPE = "text/plain"
+MAX_LISTED = 1000
+"""Limits the requests that one list may have."""
+
+
+class ServedApi(NamedTuple):
+    """A `ServedApi` holds what the document says about one router."""
+
+    model_name: str
+    modalities: tuple[str, ...]
+    """Names the modalities of media that the model takes on this server."""
+    has_embeddings: bool
+    asks_for_keys: bool
+    version: str
+
+
+class Operation(NamedTuple):
+    """An `Operation` is one method of one path."""
+
+    method: Literal["get", "post"]
+    path: str
+    name: str
+    """Is the operation's id."""
+    tag: str
+    summary: str
+    description: str
+    access: Access
+    errors: Errors
+    answers: dict[str, str]
+    """Maps the media types of a successful answer to the names of their schemas; an empty name means text."""
+    request: str = ""
+    """Names the schema of the body; it is empty if there is none."""
+    examples: Sequence[Example] = ()
+    parameters: Sequence[Schema] = ()
+    events: str = ""
+    """Names the schema of the events if the answer may be streamed."""
+    is_unavailable: str = ""
+    """Names the schema of an answer with status 503 that is no error."""
+    headers: Sequence[str] = ()
+    """Names the headers of its answers beyond `x-request-id`."""
+
+
+MADE_HEADERS = ("x-weft-request-id", "openai-processing-ms", *RATE_HEADERS)
+_FORMAT: Schema = {
+    "name": "format",
+    "in": "query",
+    "description": "Asks for JSON, or for a page for people; by default the header `accept` decides.",
+    "schema": {"enum": ["html", "json"]},
+}
+LIMIT: Schema = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_LISTED}, {"const": ""}]}
+BAD_PARAMETER: Errors = (InvalidRequest,)
+GONE: Errors = (*KEY, ModelNotFound)
+"""Is answered 404 for a name that is not there."""
+
+
+def operations(served: ServedApi) -> list[Operation]:
+    """Returns all operations, with examples for the served model."""
+    return [*_generation(served), *_prompts(served), *_models(), *_health(), *_cluster(), *_document()]
+
+
+def _generation(served: ServedApi) -> list[Operation]:
+    model, modalities = served.model_name, served.modalities
+    taken = f"Messages may have parts of these media: {', '.join(modalities)}." if modalities else "It takes text only."
+    return [
+        Operation(
+            "post",
+            "/v1/chat/completions",
+            "createChatCompletion",
+            "Generation",
+            "Answer a conversation",
+            f"Continues a conversation, whole or streamed. {taken} Unknown fields are ignored, unless they would change"
+            " the answer.",
+            "key",
+            GENERATION,
+            {JSON_TYPE: "ChatCompletion"},
+            "ChatRequest",
+            chat_examples(model, modalities),
+            events="ChatCompletionEvent",
+            headers=MADE_HEADERS,
+        ),
+        Operation(
+            "post",
+            "/v1/completions",
+            "createCompletion",
+            "Generation",
+            "Continue texts",
+            "Continues one or several texts as they are, without a chat template, whole or streamed.",
+            "key",
+            GENERATION,
+            {JSON_TYPE: "Completion"},
+            "CompletionRequest",
+            completion_examples(model),
+            events="CompletionEvent",
+            headers=MADE_HEADERS,
+        ),
+        Operation(
+            "post",
+            "/v1/responses",
+            "createResponse",
+            "Generation",
+            "Make a response",
+            f"Answers a conversation in the form of OpenAI's responses. No response is kept. {taken}",
+            "key",
+            GENERATION,
+            {JSON_TYPE: "Response"},
+            "ResponsesRequest",
+            response_examples(model, modalities),
+            events="ResponseEvent",
+            headers=MADE_HEADERS,
+        ),
+    ]
+
+
+def _prompts(served: ServedApi) -> list[Operation]:
+    model = served.model_name
+    says = "" if served.has_embeddings else " This server serves no embeddings, so every request is answered 404."
+    return [
+        Operation(
+            "post",
+            "/v1/embeddings",
+            "createEmbeddings",
+            "Prompts",
+            "Embed texts",
+            f"Returns one embedding for each input, or that of a conversation with its media.{says}",
+            "key",
+            GENERATION,
+            {JSON_TYPE: "Embeddings"} if served.has_embeddings else {},
+            "EmbeddingRequest",
+            embedding_examples(model) if served.has_embeddings else (),
+            headers=MADE_HEADERS,
+        ),
+        Operation(
+            "post",
+            "/tokenize",
+            "tokenize",
+            "Prompts",
+            "Tokenize a prompt",
+            "Returns the tokens of a text, or of a conversation with its media, as the model gets them.",
+            "key",
+            PROMPT,
+            {JSON_TYPE: "Tokens"},
+            "TokenizeRequest",
+            tokenize_examples(model),
+            headers=("x-weft-request-id", *RATE_HEADERS),
+        ),
+        Operation(
+            "post",
+            "/detokenize",
+            "detokenize",
+            "Prompts",
+            "Turn tokens into text",
+            "Returns the text of tokens, control tokens included.",
+            "key",
+            (*BODY, ModelNotFound),
+            {JSON_TYPE: "Detokenized"},
+            "DetokenizeRequest",
+            detokenize_examples(model),
+            headers=("x-weft-request-id", *RATE_HEADERS),
+        ),
+    ]
+
+
+def _models() -> list[Operation]:
+    tag, name = "Models", "The name of the model."
+    return [
+        _read("/v1/models", "listModels", tag, "List the models", "There is one model.", "ModelList"),
+        _read(
+            "/v1/models/{model_id}",
+            "getModel",
+            tag,
+            "Describe a model",
+            "Returns the model and the length of its context.",
+            "Model",
+        )._replace(parameters=[_path_parameter("model_id", name)], errors=GONE),
+    ]
+
+
+def _health() -> list[Operation]:
+    tag = "Health"
+    alive = "Returns 503 if the process should be replaced. It needs no key."
+    ready = "Returns 503 while a worker or a needed encoder is missing, or while the server stops. It needs no key."
+    live = _read("/health/live", "isAlive", tag, "Ask whether the process lives", alive, "Liveness", "open")
+    return [
+        live._replace(path="/health", name="health", is_unavailable="Liveness"),
+        live._replace(is_unavailable="Liveness"),
+        _read("/health/ready", "isReady", tag, "Ask whether requests are served", ready, "Readiness", "open")._replace(
+            is_unavailable="Readiness"
+        ),
+    ]
+
+
+def _cluster() -> list[Operation]:
+    tag = "Cluster"
+    filters = [
+        _query("limit", "Lists at most this many requests; 50 if it is empty.", LIMIT),
+        _query("outcome", "Lists only requests that ended so, such as `stop` or `running`.", {"type": "string"}),
+        _query("modality", "Lists only requests of this class, such as `text` or `image`.", {"type": "string"}),
+        _FORMAT,
+    ]
+    listed = "Lists the latest requests of all routers, the newest first."
+    found = "Returns the record of a recent request: where its time went, and why it was routed as it was."
+    by_id = _path_parameter("request_id", "The id of the request, or that of its completion.")
+    exposition = "Returns the series of all routers in Prometheus' text format."
+    targets = "Lists the members that Prometheus should scrape, for its HTTP service discovery."
+    records = _operator("/weft/requests", "listRequests", tag, "List the latest requests", listed, "RequestList")
+    record = _operator("/weft/requests/{request_id}", "getRequest", tag, "Explain a request", found, "RequestRecord")
+    return [
+        _operator("/metrics", "metrics", tag, "Read the metrics", exposition, "")._replace(answers={TEXT_TYPE: ""}),
+        _operator("/weft/members", "listMembers", tag, "List the members", "Lists workers and encoders.", "Members"),
+        _operator("/weft/prometheus-targets", "listTargets", tag, "List scrape targets", targets, "PrometheusTargets"),
+        records._replace(
+            parameters=filters,
+            answers={JSON_TYPE: "RequestList", HTML_TYPE: ""},
+            errors=(*OPERATOR, *BAD_PARAMETER),
+        ),
+        record._replace(
+            parameters=[by_id, _FORMAT],
+            answers={JSON_TYPE: "RequestRecord", HTML_TYPE: ""},
+            errors=(*OPERATOR, *BAD_PARAMETER, *GONE),
+        ),
+    ]
+
+
+def _document() -> list[Operation]:
+    tag, described = "Document", "Returns this document. It needs no key."
+    page = _read("/docs", "docs", tag, "Read the API's page", "Shows this document as a page. It needs no key.", "")
+    return [
+        _read("/openapi.json", "openapi", tag, "Read the API's document", described, "OpenApiDocument", "open"),
+        page._replace(access="open", errors=(), answers={HTML_TYPE: ""}),
+    ]
+
+
+# ------------------------------------------------------------ pieces of operations
+
+
+def _read(
+    path: str, name: str, tag: str, summary: str, description: str, schema: str, access: Access = "key"
+) -> Operation:
+    errors = KEY if access == "key" else ()
+    return Operation("get", path, name, tag, summary, description, access, errors, {JSON_TYPE: schema})
+
+
+def _operator(path: str, name: str, tag: str, summary: str, description: str, schema: str) -> Operation:
+    described = f"{description} If keys are asked for, it needs that of an operator."
+    return _read(path, name, tag, summary, described, schema)._replace(access="operator", errors=OPERATOR)
+
+
+def _path_parameter(name: str, description: str) -> Schema:
+    schema = {"type": "string", "minLength": 1}
+    return {"name": name, "in": "path", "required": True, "description": description, "schema": schema}
+
+
+def _query(name: str, description: str, schema: Schema) -> Schema:
+    return {"name": name, "in": "query", "description": description, "schema": schema}
