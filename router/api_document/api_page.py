@@ -143,8 +143,9 @@ def kind_of(schema: Fields) -> str:
         return f'<a href="#schema-{name}">{name}</a>'
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(kind_of(each) for each in schema["anyOf"]))
-    if "contentSchema" in schema:
-        return f"events of {kind_of(schema['contentSchema'])}"
+    data = schema.get("properties", {}).get("data", {})
+    if "contentSchema" in data:
+        return f"events of {kind_of(data['contentSchema'])}"
     if "const" in schema or "enum" in schema:
         values = schema["enum"] if "enum" in schema else [schema["const"]]
         return " or ".join(f"<code>{text(json.dumps(value))}</code>" for value in values)

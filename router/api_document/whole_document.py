@@ -27,10 +27,7 @@ ABOUT = (
     " again after `retry-after`, and `x-should-retry: false` says that a retry would fail too. Paths that do not exist"
     " are answered 404, and other methods 405, in the same envelope."
 )
-STREAM = (
-    "Sent if `stream` is true: server-sent events with one JSON object in each `data` line, of the schema under"
-    " `contentSchema`. {end} A failure after the first event is an event with an `error`."
-)
+STREAM = "Sent if `stream` is true: server-sent events of this form, with one JSON object in each `data` line. {end} A failure after the first event is an event with an `error`."
 DONE = "The last event is `data: [DONE]`."
 NO_DONE = "The last event is `response.completed` or `response.incomplete`."
 
@@ -112,10 +109,12 @@ def _responses(operation: Operation, shared: SharedResponses) -> dict[str, Schem
 
 
 def _events(name: str) -> Schema:
+    """Returns the schema of one event, as OpenAPI 3.2 and the tools for 3.1 understand that of an event stream."""
     end = NO_DONE if name == "ResponseEvent" else DONE
+    data = {"type": "string", "contentMediaType": JSON_TYPE, "contentSchema": ref(name)}
     return {
-        "type": "string",
+        "type": "object",
         "description": STREAM.format(end=end),
-        "contentMediaType": EVENTS_TYPE,
-        "contentSchema": ref(name),
+        "required": ["data"],
+        "properties": {"data": data, "event": {"type": "string"}},
     }

@@ -17,7 +17,7 @@ from starlette.routing import Route
 from tool_samples import CALL, TOOLS
 
 from deploy.testing import TINY_MODEL
-from fabric.contracts import Aborted, WeftError
+from fabric.contracts import Aborted, EngineFailed, WeftError
 from router.api import ERROR_TO_STATUS
 from router.api_document import ServedApi, api_document
 from router.edge import create_app
@@ -124,7 +124,8 @@ async def test_a_stream_that_fails_fits_the_schemas() -> None:
     for path, fields in ((CHAT, {"messages": [{"role": "user", "content": "hi"}]}), (RESPONSES, {"input": "hi"})):
         async with served() as (cluster, client):
             description = await description_of(client)
-            cluster.workers[0].script.fail_after = 2
+            cluster.workers[0].script.die_at = 2
+            cluster.workers[0].script.error = EngineFailed("the step has failed")
             answer = await client.post(path, json={"model": TINY_MODEL, "stream": True} | fields)
             assert answer.status_code == 200
             assert "error" in payloads(answer)[-1]
