@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu docs docs-serve explore coverage house mutants bench demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu api-fuzz docs docs-serve explore coverage house mutants bench demo-model clean
 
 install: $(STAMP)
 
@@ -53,6 +53,10 @@ unit property contract parity e2e fault gpu: install
 # All unit, property and contract tests in one run, so that each process imports torch once.
 small: install
 	$(BIN)/python -m pytest tests/unit tests/property tests/contract -q $(PARALLEL) --dist worksteal
+
+# All phases of schemathesis on the OpenAPI document; `make test` runs the examples and a few generated requests.
+api-fuzz: install
+	WEFT_FUZZ_EXAMPLES=100 WEFT_FUZZ_PHASES=examples,coverage,fuzzing,stateful $(BIN)/python -m pytest tests/contract/test_api_fuzz.py -q
 
 # The documentation site, in build/site. A link to nothing, or a page that loads anything from another host, is an error.
 docs: install

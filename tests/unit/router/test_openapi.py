@@ -147,6 +147,11 @@ async def test_the_document_has_the_routes_of_the_app_and_no_others() -> None:
         assert described == routes
 
 
+def test_the_document_is_valid_openapi() -> None:
+    openapi = pytest.importorskip("openapi_spec_validator")
+    openapi.validate(api_document(ServedApi("m", ("audio", "image", "video"), True, True, "1")))
+
+
 def test_every_error_is_described_where_it_can_occur() -> None:
     document = api_document(ServedApi("m", ("image",), True, True, "1"))
     description = Description(document)
