@@ -27,7 +27,10 @@ ABOUT = (
     " again after `retry-after`, and `x-should-retry: false` says that a retry would fail too. Paths that do not exist"
     " are answered 404, and other methods 405, in the same envelope."
 )
-STREAM = "Sent if `stream` is true: server-sent events of this form, with one JSON object in each `data` line. {end} A failure after the first event is an event with an `error`."
+STREAM = (
+    "Sent if `stream` is true: server-sent events of this form, with one JSON object in each `data` line. {end}"
+    " A failure after the first event is an event with an `error`."
+)
 DONE = "The last event is `data: [DONE]`."
 NO_DONE = "The last event is `response.completed` or `response.incomplete`."
 
