@@ -1,4 +1,5 @@
-"""Describes the API of a router: `api_document` returns its OpenAPI document, and `document_page` the same as a page.
+"""Describes the API of a router: `api_document` (in `whole_document`) returns its OpenAPI document, and `document_page`
+(in `api_page`) the same as a page.
 
 `operations` lists the operations with their errors (`refusals`) and `examples`. The schemas of requests are those of
 the models that parse them (`request_schemas`); those of answers (`answer_schemas`) and of streamed events

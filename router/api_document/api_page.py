@@ -143,7 +143,7 @@ def kind_of(schema: Fields) -> str:
         return f'<a href="#schema-{name}">{name}</a>'
     if "anyOf" in schema:
         return " or ".join(dict.fromkeys(kind_of(each) for each in schema["anyOf"]))
-    data = schema.get("properties", {}).get("data", {})
+    data = schema.get("properties", {}).get("data", {}).get("anyOf", [{}])[-1]
     if "contentSchema" in data:
         return f"events of {kind_of(data['contentSchema'])}"
     if "const" in schema or "enum" in schema:

@@ -114,7 +114,8 @@ def _responses(operation: Operation, shared: SharedResponses) -> dict[str, Schem
 def _events(name: str) -> Schema:
     """Returns the schema of one event, as OpenAPI 3.2 and the tools for 3.1 understand that of an event stream."""
     end = NO_DONE if name == "ResponseEvent" else DONE
-    data = {"type": "string", "contentMediaType": JSON_TYPE, "contentSchema": ref(name)}
+    chunk = {"type": "string", "contentMediaType": JSON_TYPE, "contentSchema": ref(name)}
+    data = {"anyOf": [chunk] if name == "ResponseEvent" else [{"const": "[DONE]"}, chunk]}
     return {
         "type": "object",
         "description": STREAM.format(end=end),

@@ -51,7 +51,7 @@ class Description:
             return flaws + self.mismatches(answer.json(), schema)
         if media_type == "text/event-stream":
             for event in payloads(answer):
-                flaws += self.mismatches(event, schema["properties"]["data"]["contentSchema"])
+                flaws += self.mismatches(event, schema["properties"]["data"]["anyOf"][-1]["contentSchema"])
         return flaws
 
     def mismatches(self, value: object, schema: dict[str, Any]) -> list[str]:
