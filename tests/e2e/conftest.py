@@ -2,7 +2,7 @@
 
 `make e2e` runs the tests of this folder in two processes. Each takes the next module when it has nearly finished one,
 so the modules that take longest come first. All modules that use the shared cluster run in one process, one after the
-other, so that the cluster starts once.
+other, so that the cluster starts once. Modules that drive clients share another one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = ("test_stopping.py", "test_joined_ray.py", "test_logs.py", "test_two_routers.py", "test_pinning.py")
 SHARING = ("test_cluster_answers.py", "test_front_end.py", "test_examples.py")
+CLIENTS = ("test_openai_python.py", "test_openai_javascript.py")
+"""These modules share a cluster in one process, because their subject is the HTTP API."""
 
 
 @pytest.fixture(scope="session")
@@ -24,17 +26,25 @@ def cluster() -> Iterator[ClusterProcess]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def served() -> Iterator[ClusterProcess]:
+    with start_cluster(in_process=True, model={"embeddings": "mean"}) as running:
+        yield running
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Orders the modules. The tests of a module keep their order."""
-    order = {name: place for place, name in enumerate(LONGEST + SHARING)}
+    order = {name: place for place, name in enumerate(LONGEST + SHARING + CLIENTS)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 class ClusterScheduling(LoadScopeScheduling):
-    """Gives each module to one process, and all modules that share a cluster to the same one."""
+    """Gives each module to one process, and modules that share a cluster to the same one."""
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.partition("::")[0]
+        if module.endswith(CLIENTS):
+            return "cluster of clients"
         return "shared cluster" if module.endswith(SHARING) else module
 
 

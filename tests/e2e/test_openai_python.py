@@ -11,13 +11,13 @@ from typing import Any, Literal
 import jsonschema
 import openai
 import pytest
-from cluster_process import ClusterProcess, start_cluster
+from cluster_process import ClusterProcess
 from pydantic import BaseModel
 
 from deploy.demo.ask import messages, questions
 from deploy.demo.tasks.words import HELLO
 
-pytestmark = [pytest.mark.ray, pytest.mark.torch]
+pytestmark = pytest.mark.torch
 
 CITY = {
     "type": "object",
@@ -48,12 +48,6 @@ CALLING: dict[str, Any] = {"messages": ASKED, "tools": TOOLS, "max_tokens": 400,
 class Seen(BaseModel):
     shape: Literal["circle", "square", "triangle", "star"]
     count: Literal[1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[ClusterProcess]:
-    with start_cluster(in_process=True, model={"embeddings": "mean"}) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,127 @@
+"""Drives a served demo model with OpenAI's JavaScript library and the Vercel AI SDK.
+
+`tests/clients/node/drive.mjs` sends the requests and prints the answers. The packages have the versions of its lock
+file, and are installed into `build/` once. Without npm or its registry, these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from cluster_process import ClusterProcess
+
+from deploy.demo.ask import messages, questions
+from deploy.demo.tasks.words import HELLO
+
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "tests" / "clients" / "node"
+INSTALLED = ROOT / "build" / "clients" / "node"
+INSTALL = ("npm", "ci", "--no-audit", "--no-fund", "--ignore-scripts", "--fetch-retries=1", "--fetch-timeout=20000")
+CALL = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+SEEN = {
+    "type": "object",
+    "properties": {"shape": {"enum": ["circle", "square"]}, "count": {"enum": [1, 2, 3]}},
+    "required": ["shape", "count"],
+    "additionalProperties": False,
+}
+PICTURE_QUESTION = next(each.sample for each in questions(0) if each.task == "colour")
+
+
+def install() -> None:
+    """Installs the packages, unless those of the same lock file are there. Skips the test if that is not possible."""
+    lock = (SOURCES / "package-lock.json").read_bytes()
+    stamp = INSTALLED / "installed-lock.json"
+    if stamp.exists() and stamp.read_bytes() == lock:
+        return
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        pytest.skip("node and npm are not installed")
+    INSTALLED.mkdir(parents=True, exist_ok=True)
+    for name in ("package.json", "package-lock.json"):
+        shutil.copy(SOURCES / name, INSTALLED)
+    done = subprocess.run(INSTALL, cwd=INSTALLED, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        pytest.skip(f"npm can't install the packages: {done.stderr[-500:]}")
+    stamp.write_bytes(lock)
+
+
+@pytest.fixture(scope="module")
+def answers(served: ClusterProcess) -> dict[str, Any]:
+    install()
+    shutil.copy(SOURCES / "drive.mjs", INSTALLED)
+    parts = messages(PICTURE_QUESTION)[-1]["content"]
+    image = next(part["image_url"]["url"] for part in parts if part["type"] == "image_url")
+    question = next(part["text"] for part in parts if part["type"] == "text")
+    done = subprocess.run(
+        ["node", "drive.mjs", served.url],
+        cwd=INSTALLED,
+        input=json.dumps({"image": image, "question": question}),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    printed: dict[str, Any] = json.loads(done.stdout)
+    return printed
+
+
+def test_the_library_reads_chats_whole_and_streamed(answers: dict[str, Any]) -> None:
+    chats = answers["chats"]
+    assert [chats[name] for name in ("whole", "streamed", "helper")] == [HELLO] * 3
+    assert chats["seen"] == PICTURE_QUESTION.answer
+    assert chats["usage"]["completion_tokens"] > 0
+
+
+def test_the_library_joins_calls_and_runs_tools(answers: dict[str, Any]) -> None:
+    tools = answers["tools"]
+    assert tools["whole"] == tools["streamed"]
+    for arguments in (*map(json.loads, tools["whole"]), *tools["given"]):
+        jsonschema.validate(arguments, CALL)
+    assert len(tools["given"]) >= 1
+    assert tools["results"] == ["sunny"] * len(tools["given"])
+
+
+def test_the_library_reads_the_other_endpoints(answers: dict[str, Any]) -> None:
+    others = answers["others"]
+    first, second = others["completions"]
+    assert first.startswith("The red")
+    assert second.startswith("A blue")
+    assert [others[name] for name in ("response", "responseDeltas", "responseFinal")] == [HELLO] * 3
+    assert len(set(others["embeddingSizes"])) == 1
+    assert others["embeddingSizes"][0] > 0
+    assert others["models"] == ["weft-demo"]
+
+
+def test_the_library_throws_the_class_of_the_status(answers: dict[str, Any]) -> None:
+    refused = {"name": "BadRequestError", "status": 400, "code": "invalid_request", "param": "temperature"}
+    assert answers["errors"]["badRequest"] == refused
+    assert answers["errors"]["badStream"] == refused
+    assert answers["errors"]["notFound"]["name"] == "NotFoundError"
+
+
+@pytest.mark.parametrize("provider", ["vercelResponses", "vercelChat", "vercelCompatible"])
+def test_the_vercel_sdk_reads_texts_objects_and_calls(answers: dict[str, Any], provider: str) -> None:
+    found = answers[provider]
+    assert (found["text"], found["streamed"]) == (HELLO, HELLO)
+    assert found["usage"] > 0
+    assert found["seen"] == PICTURE_QUESTION.answer
+    jsonschema.validate(found["object"], SEEN)
+    assert len(found["given"]) >= 1
+    for arguments in found["given"]:
+        jsonschema.validate(arguments, CALL)
+    assert found["results"] == ["sunny"] * len(found["given"])
