@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu api-fuzz docs docs-serve explore coverage house mutants bench demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu api-fuzz docs docs-serve explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -82,6 +82,11 @@ house: install
 # Hours of processor time, so no part of `test`. Interrupted, it goes on where it stopped.
 mutants: install
 	$(BIN)/python tests/mutation/campaign.py
+
+# Other projects' clients and load generators against the demo model, with the versions of tests/clients/requirements.
+# It installs them into build/clients once, about 10 GB, so it is no part of `test`.
+clients: install
+	$(BIN)/python tests/clients/run_clients.py
 
 bench: install
 	$(BIN)/weft bench all

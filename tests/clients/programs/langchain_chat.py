@@ -1,0 +1,57 @@
+"""Asks a server with `langchain-openai`: whole, streamed, about a picture, for an object, and for a call of a tool.
+
+The only argument is a file with the questions, which `tests/clients/run.py` writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Weather(BaseModel):
+    """Asks the weather."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    city: str = Field(max_length=12)
+    days: int = Field(ge=1, le=9)
+
+
+def main() -> None:
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    for api in (False, True):
+        chat = ChatOpenAI(
+            model=asked["model"],
+            base_url=asked["url"],
+            api_key="none",
+            temperature=0,
+            max_tokens=400,
+            max_retries=0,
+            use_responses_api=api,
+        )
+        assert chat.invoke("Hello").text == asked["hello"]
+        assert "".join(chunk.text for chunk in chat.stream("Hello")) == asked["hello"]
+        picture = {"type": "image_url", "image_url": {"url": asked["picture"]}}
+        content = [picture, {"type": "text", "text": asked["question"]}]
+        assert chat.invoke([{"role": "user", "content": content}]).text == asked["answer"]
+        called = chat.bind_tools([Weather], tool_choice="required").invoke("How is the weather in Rome?")
+        assert called.tool_calls
+        for call in called.tool_calls:
+            Weather.model_validate(call["args"])
+        assert isinstance(chat.with_structured_output(Weather).invoke("Hello"), Weather)
+    embeddings = OpenAIEmbeddings(
+        model=asked["model"], base_url=asked["url"], api_key="none", check_embedding_ctx_length=False
+    )
+    one, other = embeddings.embed_documents(["A red circle", "A blue square"])
+    assert len(one) == len(other) > 0
+    assert one != other
+    print("requests without an error: 13")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Runs other projects' clients and load generators against a served demo model, and prints a table: `make clients`.
+
+    python tests/clients/run_clients.py                  all clients
+    python tests/clients/run_clients.py aiperf locust    some of them
+
+Each client has a virtual environment below `build/clients/`, with the versions of `requirements/NAME.txt`. A load has
+passed if its program ends with status 0, and its own report counts the requests that were asked for and no errors.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
+
+from cluster_process import start_cluster  # noqa: E402
+
+from deploy.demo.ask import messages, questions, wav  # noqa: E402
+from deploy.demo.build import demo_checkpoint  # noqa: E402
+from deploy.demo.drawing.facts import Sound  # noqa: E402
+from deploy.demo.tasks.words import HELLO  # noqa: E402
+
+BUILD = ROOT / "build" / "clients"
+TORCH = "torch==2.13.0"
+MODEL = "weft-demo"
+NUM_REQUESTS = 16
+CONCURRENCY = 4
+LOAD_TIMEOUT_S = 300.0
+MODALITY_TO_TASK = {"image": "colour", "audio": "beeps", "video": "direction"}
+
+
+class Counts(NamedTuple):
+    """`Counts` holds what a client's own report says."""
+
+    num_done: int
+    num_errors: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A `Load` is one run of a client. `counts` reads its report; `needs` is a module without which it can't run."""
+
+    name: str
+    command: tuple[str, ...]
+    counts: Callable[[Path, str], Counts]
+    num_wanted: int = 1
+    """The report must count at least this many requests."""
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A `Client` is a program of another project, with its loads."""
+
+    name: str
+    package: str
+    loads: tuple[Load, ...]
+    needs_torch: bool = False
+
+
+# ------------------------------------------------------------ what the clients' reports say
+
+
+def program_counts(folder: Path, output: str) -> Counts:
+    """Reads the last line of a program of `programs/`, which ends with an error at the first wrong answer."""
+    found = re.search(r"requests without an error: (\d+)", output)
+    return Counts(int(found[1]) if found else 0, 0)
+
+
+def aiperf_counts(folder: Path, output: str) -> Counts:
+    report = json.loads((folder / "profile_export_aiperf.json").read_text())
+    num_errors = sum(each["count"] for each in report["error_summary"])
+    return Counts(int(report["request_count"]["avg"]), num_errors)
+
+
+def guidellm_counts(folder: Path, output: str) -> Counts:
+    (benchmark,) = json.loads((folder / "report.json").read_text())["benchmarks"]
+    totals = benchmark["metrics"]["request_totals"]
+    return Counts(totals["successful"], totals["errored"] + totals["incomplete"])
+
+
+def vllm_counts(folder: Path, output: str) -> Counts:
+    report = json.loads((folder / "report.json").read_text())
+    return Counts(report["completed"], report["failed"])
+
+
+def locust_counts(folder: Path, output: str) -> Counts:
+    """Adds up the rows of the report; a modality that was never asked for counts as an error."""
+    with (folder / "report_stats.csv").open() as file:
+        rows = {row["Name"]: row for row in csv.DictReader(file)}
+    missing = {"text", "image", "audio", "video"} - rows.keys()
+    total = rows["Aggregated"]
+    return Counts(int(total["Request Count"]), int(total["Failure Count"]) + len(missing))
+
+
+# ------------------------------------------------------------ the clients
+
+
+def clients(url: str, files: Path) -> list[Client]:
+    """Returns all clients with their loads on the server at `url`. `files` holds what `write_files` wrote."""
+    programs = HERE / "programs"
+    asked = str(files / "asked.json")
+    chats = [("langchain", "langchain-openai"), ("litellm", "litellm"), ("llamaindex", "llama-index-llms-openai-like")]
+    found = [
+        Client(name, package, (Load("calls", ("python", str(programs / f"{name}_chat.py"), asked), program_counts),))
+        for name, package in chats
+    ]
+    locust = ("locust", "-f", str(programs / "locustfile.py"), "--headless", "--host", url, "--users", "4")
+    locust += ("--spawn-rate", "4", "--run-time", "10s", "--stop-timeout", "30", "--csv", "report")
+    return [
+        *found,
+        Client("locust", "locust", (Load("all four", locust, locust_counts),)),
+        Client("aiperf", "aiperf", aiperf_loads(url)),
+        Client("guidellm", "guidellm", guidellm_loads(url, files), needs_torch=True),
+        Client("vllm", "vllm", vllm_loads(url, files), needs_torch=True),
+    ]
+
+
+def aiperf_loads(url: str) -> tuple[Load, ...]:
+    common = ("aiperf", "profile", "--model", MODEL, "--url", url, "--endpoint-type", "chat", "--streaming")
+    common += ("--tokenizer", str(demo_checkpoint()), "--request-count", str(NUM_REQUESTS))
+    common += ("--concurrency", str(CONCURRENCY), "--isl", "40", "--osl", "8", "--artifact-dir", ".", "--ui", "none")
+    more = {
+        "text": (),
+        "image": ("--image-width-mean", "96", "--image-height-mean", "96"),
+        "audio": ("--audio-length-mean", "1"),
+        "video": ("--video-width", "96", "--video-height", "96", "--video-duration", "1", "--video-fps", "4"),
+    }
+    return tuple(Load(name, common + options, aiperf_counts, NUM_REQUESTS) for name, options in more.items())
+
+
+def guidellm_loads(url: str, files: Path) -> tuple[Load, ...]:
+    common = ("guidellm", "run", "--backend", f"kind=openai_http,target={url},model={MODEL}")
+    common += ("--profile", f"kind=concurrent,streams={CONCURRENCY}")
+    common += ("--constraint", f"kind=max_requests,count={NUM_REQUESTS}")
+    common += ("--tokenizer", f"kind=hf_auto,model={demo_checkpoint()}")
+    common += ("--output", "kind=json,path=report.json", "--disable-console", "--data")
+    data = {
+        "text": "kind=synthetic_text,prompt_tokens=40,output_tokens=8",
+        "image": "kind=synthetic_image,width=96,height=96,output_tokens=8",
+        "video": "kind=synthetic_video,width=96,height=96,frames=4,fps=4",
+        "audio": f"kind=json_file,path={files / 'audio.jsonl'}",
+    }
+    needs = {"audio": "torchcodec.decoders"}
+    return tuple(
+        Load(name, (*common, source), guidellm_counts, NUM_REQUESTS, needs.get(name, ""))
+        for name, source in data.items()
+    )
+
+
+def vllm_loads(url: str, files: Path) -> tuple[Load, ...]:
+    common = ("vllm", "bench", "serve", "--backend", "openai-chat", "--base-url", url, "--model", MODEL)
+    common += ("--endpoint", "/v1/chat/completions", "--tokenizer", str(demo_checkpoint()))
+    common += ("--num-prompts", str(NUM_REQUESTS), "--max-concurrency", str(CONCURRENCY))
+    common += ("--save-result", "--result-dir", ".", "--result-filename", "report.json", "--dataset-name")
+    lengths = ("--random-input-len", "20", "--random-output-len", "8")
+
+    def made(shape: str, limits: Mapping[str, int]) -> tuple[str, ...]:
+        bucket = ("--random-mm-bucket-config", f"{{{shape}: 1.0}}")
+        return ("random-mm", *lengths, *bucket, "--random-mm-limit-mm-per-prompt", json.dumps(limits))
+
+    sounds = ("custom_audio", "--dataset-path", str(files / "audio.jsonl"), "--custom-output-len", "8")
+    return (
+        Load("text", (*common, "random", *lengths), vllm_counts, NUM_REQUESTS),
+        Load("image", common + made("(96, 96, 1)", {"image": 1, "video": 0}), vllm_counts, NUM_REQUESTS),
+        Load("video", common + made("(96, 96, 4)", {"image": 0, "video": 1}), vllm_counts, NUM_REQUESTS),
+        Load("audio", (*common, *sounds, "--enable-multimodal-chat"), vllm_counts, NUM_REQUESTS),
+    )
+
+
+def write_files(url: str, folder: Path) -> None:
+    """Writes what the programs ask, and the sounds of those load generators that make none."""
+    asked: dict[str, Any] = {"text": [{"role": "user", "content": "Hello"}]}
+    samples = {each.task: each.sample for each in questions(0)}
+    asked |= {modality: messages(samples[task]) for modality, task in MODALITY_TO_TASK.items()}
+    parts = asked["image"][-1]["content"]
+    content = {
+        "url": f"{url}/v1",
+        "model": MODEL,
+        "hello": HELLO,
+        "picture": next(part["image_url"]["url"] for part in parts if part["type"] == "image_url"),
+        "question": next(part["text"] for part in parts if part["type"] == "text"),
+        "answer": samples["colour"].answer,
+        "loads": asked,
+    }
+    (folder / "asked.json").write_text(json.dumps(content))
+    sound = next(medium for medium in samples["beeps"].media() if isinstance(medium, Sound))
+    (folder / "sound.wav").write_bytes(wav(sound))
+    line = json.dumps({"prompt": "How many beeps do you hear?", "audio": str(folder / "sound.wav")})
+    (folder / "audio.jsonl").write_text("\n".join([line] * NUM_REQUESTS))
+
+
+# ------------------------------------------------------------ running them
+
+
+def install(client: Client) -> Path:
+    """Returns the folder of the client's virtual environment, which it makes if there is none with these versions.
+    Raises CalledProcessError if a package can't be installed."""
+    folder, wanted = BUILD / client.name, HERE / "requirements" / f"{client.name}.txt"
+    stamp = folder / "installed.txt"
+    if stamp.exists() and stamp.read_text() == wanted.read_text():
+        return folder
+    print(f"installing {client.package} into {folder.relative_to(ROOT)}", flush=True)
+    venv.create(folder, clear=True, with_pip=True)
+    pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    if client.needs_torch:
+        subprocess.run((*pip, TORCH), check=True)
+    # The file names every package. `vllm` and `guidellm` would ask for gigabytes that a client of HTTP never loads.
+    subprocess.run((*pip, "--no-deps", "--requirement", str(wanted)), check=True)
+    for program in folder.glob("lib/python*/site-packages/imageio_ffmpeg/binaries/ffmpeg-*"):
+        (folder / "bin" / "ffmpeg").symlink_to(program)  # aiperf makes its videos with this program.
+    stamp.write_text(wanted.read_text())
+    return folder
+
+
+def can_import(environment: Path, module: str) -> bool:
+    command = (str(environment / "bin" / "python"), "-c", f"import {module}")
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
+def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str, Counts]:
+    """Runs a load in a folder of its own. Returns what is wrong, or an empty text, and the counts of the report."""
+    folder = BUILD / "out" / client.name / load.name.replace(" ", "-")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    variables = os.environ | {
+        "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
+        "CLIENTS_ASKED": str(files / "asked.json"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    variables.pop("PYTHONPATH", None)
+    program = str(environment / "bin" / load.command[0])
+    try:
+        done = subprocess.run(
+            (program, *load.command[1:]),
+            cwd=folder,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LOAD_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end after {LOAD_TIMEOUT_S:g} s", Counts(0, 0)
+    (folder / "output.txt").write_text(done.stdout)
+    if done.returncode:
+        return f"status {done.returncode}, see {(folder / 'output.txt').relative_to(ROOT)}", Counts(0, 0)
+    counts = load.counts(folder, done.stdout)
+    if counts.num_errors or counts.num_done < load.num_wanted:
+        return f"{counts.num_done} of {load.num_wanted} requests, {counts.num_errors} errors", counts
+    return "", counts
+
+
+def run_all(names: Sequence[str]) -> int:
+    """Runs the loads of the clients with these names, or of all. Returns the exit status."""
+    num_failed, rows = 0, ["client         load       requests  errors  seconds  result"]
+    with start_cluster(in_process=True, model={"embeddings": "mean"}) as cluster:
+        files = BUILD / "files"
+        files.mkdir(parents=True, exist_ok=True)
+        write_files(cluster.url, files)
+        for client in clients(cluster.url, files):
+            if names and client.name not in names:
+                continue
+            environment = install(client)
+            for load in client.loads:
+                started_s = time.monotonic()
+                if load.needs and not can_import(environment, load.needs):
+                    flaw, counts, result = "", Counts(0, 0), f"left out: `{load.needs}` can't be loaded"
+                else:
+                    flaw, counts = run(load, client, environment, files)
+                    result = flaw or "passed"
+                num_failed += bool(flaw)
+                seconds = time.monotonic() - started_s
+                named = f"{client.name:14} {load.name:10} "
+                rows.append(f"{named}{counts.num_done:8} {counts.num_errors:7} {seconds:8.1f}  {result}")
+                print(rows[-1], flush=True)
+    print("\n" + "\n".join(rows))
+    return 1 if num_failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_all(sys.argv[1:]))
