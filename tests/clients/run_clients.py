@@ -217,19 +217,26 @@ def install(client: Client) -> Path:
     print(f"installing {client.package} into {folder.relative_to(ROOT)}", flush=True)
     venv.create(folder, clear=True, with_pip=True)
     pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
+    variables = without_python_path()
     if client.needs_torch:
-        subprocess.run((*pip, TORCH), check=True)
+        subprocess.run((*pip, TORCH), check=True, env=variables)
     # The file names every package. `vllm` and `guidellm` would ask for gigabytes that a client of HTTP never loads.
-    subprocess.run((*pip, "--no-deps", "--requirement", str(wanted)), check=True)
+    options = ("--no-deps", "--no-warn-conflicts", "--requirement", str(wanted))
+    subprocess.run((*pip, *options), check=True, env=variables)
     for program in folder.glob("lib/python*/site-packages/imageio_ffmpeg/binaries/ffmpeg-*"):
         (folder / "bin" / "ffmpeg").symlink_to(program)  # aiperf makes its videos with this program.
     stamp.write_text(wanted.read_text())
     return folder
 
 
+def without_python_path() -> dict[str, str]:
+    """Returns the variables of this process, without the one that would let a client import Weft's packages."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def can_import(environment: Path, module: str) -> bool:
     command = (str(environment / "bin" / "python"), "-c", f"import {module}")
-    return subprocess.run(command, capture_output=True).returncode == 0
+    return subprocess.run(command, capture_output=True, env=without_python_path()).returncode == 0
 
 
 def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str, Counts]:
@@ -237,12 +244,11 @@ def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str
     folder = BUILD / "out" / client.name / load.name.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    variables = os.environ | {
+    variables = without_python_path() | {
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "CLIENTS_ASKED": str(files / "asked.json"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     }
-    variables.pop("PYTHONPATH", None)
     program = str(environment / "bin" / load.command[0])
     try:
         done = subprocess.run(
