@@ -84,7 +84,7 @@ mutants: install
 	$(BIN)/python tests/mutation/campaign.py
 
 # Other projects' clients and load generators against the demo model, with the versions of tests/clients/requirements.
-# It installs them into build/clients once, about 10 GB, so it is no part of `test`.
+# It installs them into build/clients once, about 7 GB, so it is no part of `test`.
 clients: install
 	$(BIN)/python tests/clients/run_clients.py
 
