@@ -37,9 +37,12 @@ exists."""
 PRODUCT = ("fabric", "kv_index", "modalities", "encoder_pool", "llm_workers", "router", "deploy", "loadtest")
 TOP = (*PRODUCT, "tests", "docs", "examples")
 
+OPENAI_ERRORS = ("APIError", "APIStatusError", "AuthenticationError", "BadRequestError", "InternalServerError")
+OPENAI_ERRORS += ("NotFoundError", "PermissionDeniedError", "RateLimitError", "UnprocessableEntityError")
 FOREIGN = {
     "AcceleratorError": "torch",
     "OutOfMemoryError": "torch",
+    **dict.fromkeys(OPENAI_ERRORS, "OpenAI's libraries"),
     **dict.fromkeys(("KiB", "MiB", "GiB"), "units of a size, written like the names of classes"),
 }
 """Maps each name that looks like a class of the repository, and is none, to what it is."""
