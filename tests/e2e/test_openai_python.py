@@ -178,6 +178,20 @@ def test_the_library_joins_streamed_calls(client: openai.OpenAI) -> None:
     assert misfits(calls) == []
 
 
+def test_parallel_calls_are_joined_each_with_its_own_arguments(client: openai.OpenAI) -> None:
+    fields = CALLING | {"parallel_tool_calls": True, "tool_choice": "required"}
+    nums_calls = []
+    for seed in range(4):
+        with client.chat.completions.stream(model="weft-demo", seed=seed, **fields) as stream:
+            choice = stream.get_final_completion().choices[0]
+        calls: Any = choice.message.tool_calls
+        whole = calls if choice.finish_reason == "tool_calls" else calls[:-1]  # The limit of tokens cuts the last one.
+        assert misfits(whole) == []
+        assert len({call.id for call in calls}) == len(calls)
+        nums_calls.append(len(whole))
+    assert max(nums_calls) >= 2
+
+
 def test_a_result_of_a_tool_goes_back_with_the_call(client: openai.OpenAI) -> None:
     """The library's own message object is what users send back."""
     first = client.chat.completions.create(model="weft-demo", tool_choice="required", **CALLING)
