@@ -294,7 +294,7 @@ def run_all(names: Sequence[str]) -> int:
                 named = f"{client.name:14} {load.name:10} "
                 rows.append(f"{named}{counts.num_done:8} {counts.num_errors:7} {seconds:8.1f}  {result}")
                 print(rows[-1], flush=True)
-    print("\n" + "\n".join(rows))
+        print("\n" + "\n".join(rows), flush=True)
     return 1 if num_failed else 0
 
 

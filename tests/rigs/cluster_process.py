@@ -102,7 +102,8 @@ def launched(in_process: bool = False, **sections: dict[str, object]) -> Iterato
             yield ClusterProcess("", "", process, log, temp_dir, Path(folder) / "logs", mark)
         finally:
             _stop(process)
-        assert [path.name for path in temp_dir.iterdir()] == []
+        left = [str(path.relative_to(temp_dir)) for path in temp_dir.rglob("*")]
+        assert left == [], f"the cluster ended with status {process.returncode} and left {left}"
 
 
 def wait_ready(starting: ClusterProcess, timeout_s: float = 400.0) -> ClusterProcess:
