@@ -58,6 +58,17 @@ PROMPT_LOGPROBS = nullable(array(nullable(OPEN)))
 WEFT = {"weft": ref("WeftPart")}
 
 
+TRANSCRIPT_USAGE = closed(
+    {
+        "type": const("tokens"),
+        "input_tokens": COUNT,
+        "input_token_details": closed({"text_tokens": COUNT, "audio_tokens": COUNT}),
+        "output_tokens": COUNT,
+        "total_tokens": COUNT,
+    }
+)
+
+
 def answer_schemas() -> dict[str, Schema]:
     """Returns the schemas of whole answers and of what they consist of, by name."""
     return _shared() | _chat() | _completions() | _responses() | _embeddings_and_tokens() | _cluster()
@@ -202,6 +213,7 @@ def _embeddings_and_tokens() -> dict[str, Schema]:
         "Embeddings": closed({"object": const("list"), "data": array(entry), "model": TEXT, "usage": usage}),
         "Tokens": closed({"count": COUNT, "max_model_len": COUNT, "tokens": IDS, "token_strs": texts}),
         "Detokenized": closed({"prompt": TEXT}),
+        "Transcript": closed({"text": TEXT, "usage": TRANSCRIPT_USAGE}),
     }
 
 

@@ -13,6 +13,7 @@ from router.api_document.answer_schemas import (
     IDS_ASKED,
     OPEN,
     TEXT,
+    TRANSCRIPT_USAGE,
     WEFT,
     array,
     closed,
@@ -26,7 +27,7 @@ from router.api_document.request_schemas import Schema, any_of, ref
 
 def chunk_schemas() -> dict[str, Schema]:
     """Returns the schemas of events and of what they consist of, by name."""
-    return _chat() | _completions() | _responses()
+    return _chat() | _completions() | _responses() | _transcripts()
 
 
 def _chat() -> dict[str, Schema]:
@@ -56,6 +57,15 @@ def _completions() -> dict[str, Schema]:
     return {
         "CompletionChunk": closed(HEAD | chunk, {"usage": nullable(ref("Usage"))} | FINGERPRINT | WEFT),
         "CompletionEvent": any_of(["CompletionChunk", "ErrorAnswer"]),
+    }
+
+
+def _transcripts() -> dict[str, Schema]:
+    done = {"type": const("transcript.text.done"), "text": TEXT, "usage": TRANSCRIPT_USAGE}
+    return {
+        "TranscriptDelta": closed({"type": const("transcript.text.delta"), "delta": TEXT}),
+        "TranscriptDone": closed(done),
+        "TranscriptEvent": any_of(["TranscriptDelta", "TranscriptDone", "ErrorAnswer"]),
     }
 
 

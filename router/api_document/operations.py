@@ -27,6 +27,7 @@ JSON_TYPE = "application/json"
 HTML_TYPE = "text/html"
 EVENTS_TYPE = "text/event-stream"
 TEXT_TYPE = "text/plain"
+FORM_TYPE = "multipart/form-data"
 MAX_LISTED = 1000
 """Limits the requests that one list may have."""
 
@@ -64,6 +65,8 @@ class Operation(NamedTuple):
     """Names the schema of the events if the answer may be streamed."""
     is_unavailable: str = ""
     """Names the schema of an answer with status 503 that is no error."""
+    request_type: str = "application/json"
+    """Is the media type of the body."""
     headers: Sequence[str] = ()
     """Names the headers of its answers beyond `x-request-id`."""
 
@@ -89,6 +92,7 @@ def operations(served: ServedApi) -> list[Operation]:
 def _generation(served: ServedApi) -> list[Operation]:
     model, modalities = served.model_name, served.modalities
     taken = f"Messages may have parts of these media: {', '.join(modalities)}." if modalities else "It takes text only."
+    hears = "" if "audio" in modalities else " The model of this server does not hear, so the answer is always 400."
     return [
         Operation(
             "post",
@@ -134,6 +138,21 @@ def _generation(served: ServedApi) -> list[Operation]:
             "ResponsesRequest",
             response_examples(model, modalities),
             events="ResponseEvent",
+            headers=MADE_HEADERS,
+        ),
+        Operation(
+            "post",
+            "/v1/audio/transcriptions",
+            "createTranscription",
+            "Generation",
+            "Transcribe a sound",
+            f"Asks the model to write down what is said, whole or streamed.{hears}",
+            "key",
+            GENERATION,
+            {JSON_TYPE: "Transcript", TEXT_TYPE: ""} if "audio" in modalities else {},
+            "TranscriptionForm",
+            events="TranscriptEvent" if "audio" in modalities else "",
+            request_type=FORM_TYPE,
             headers=MADE_HEADERS,
         ),
     ]

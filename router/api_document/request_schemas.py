@@ -98,7 +98,25 @@ def request_schemas(modalities: Collection[str]) -> dict[str, Schema]:
     described = "A text, or the parts of which the message consists; only an assistant's message may have none."
     schemas[ChatMessage.__name__]["properties"]["content"] = {"anyOf": content, "description": described}
     _refine(schemas)
-    return schemas | parts | {"InputItem": input_item(parts)}
+    return schemas | parts | {"InputItem": input_item(parts), "TranscriptionForm": transcription_form()}
+
+
+def transcription_form() -> Schema:
+    """Returns the schema of the form that asks for a transcript, whose fields are texts and one file."""
+    text = {"type": "string"}
+    return {
+        "type": "object",
+        "required": ["file", "model"],
+        "properties": {
+            "file": {"type": "string", "contentMediaType": "application/octet-stream", "description": "The sound."},
+            "model": text | {"description": FIELD_TO_DESCRIPTION["model"]},
+            "language": text | {"description": "The language that is spoken, as a code such as `en`."},
+            "prompt": text | {"description": "Guides the model."},
+            "response_format": {"enum": ["json", "text"], "description": "The form of a whole answer."},
+            "temperature": {"type": "number", "minimum": 0, "maximum": 2},
+            "stream": {"enum": ["true", "false"], "description": FIELD_TO_DESCRIPTION["stream"]},
+        },
+    }
 
 
 def ref(name: str) -> Schema:

@@ -32,7 +32,9 @@ STREAM = (
     " A failure after the first event is an event with an `error`."
 )
 DONE = "The last event is `data: [DONE]`."
-NO_DONE = "The last event is `response.completed` or `response.incomplete`."
+NO_DONE = "The last event says that the answer is done."
+DONE_EVENTS = ("ChatCompletionEvent", "CompletionEvent")
+"""Names the events that end with `[DONE]`."""
 
 
 def api_document(served: ServedApi) -> dict[str, Any]:
@@ -83,7 +85,7 @@ def _operation(operation: Operation, shared: SharedResponses) -> Schema:
     if operation.parameters:
         described["parameters"] = [*operation.parameters]
     if operation.request:
-        described["requestBody"] = {"required": True, "content": {JSON_TYPE: _body(operation)}}
+        described["requestBody"] = {"required": True, "content": {operation.request_type: _body(operation)}}
     if operation.access == "open":
         described["security"] = []
     return described | {"responses": _responses(operation, shared)}
@@ -113,9 +115,9 @@ def _responses(operation: Operation, shared: SharedResponses) -> dict[str, Schem
 
 def _events(name: str) -> Schema:
     """Returns the schema of one event, as OpenAPI 3.2 and the tools for 3.1 understand that of an event stream."""
-    end = NO_DONE if name == "ResponseEvent" else DONE
+    end = DONE if name in DONE_EVENTS else NO_DONE
     chunk = {"type": "string", "contentMediaType": JSON_TYPE, "contentSchema": ref(name)}
-    data = {"anyOf": [chunk] if name == "ResponseEvent" else [{"const": "[DONE]"}, chunk]}
+    data = {"anyOf": [{"const": "[DONE]"}, chunk] if name in DONE_EVENTS else [chunk]}
     return {
         "type": "object",
         "description": STREAM.format(end=end),

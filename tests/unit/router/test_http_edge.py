@@ -316,8 +316,6 @@ async def test_long_prompt_names_both_numbers() -> None:
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", CHAT, 405, "method_not_allowed"),
         ("POST", "/v1/models", 405, "method_not_allowed"),
-        ("GET", "/docs", 404, "not_found"),
-        ("GET", "/openapi.json", 404, "not_found"),
     ],
 )
 async def test_unknown_routes_answer_in_the_envelope(method: str, path: str, status: int, code: str) -> None:
