@@ -26,7 +26,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.http_server import MetricsServer, router_server
 from deploy.logs import configure_logs
-from deploy.process_setup import allow_many_files, freeze_what_lives, switches_of_actors
+from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory, switches_of_actors
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
 from deploy.ray.directory import Heartbeat, plane_keys
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
@@ -186,6 +186,7 @@ class RouterReplica:
         member_id = replica_id()
         configure_logs(config.logging, f"router-{member_id}", member_id)
         allow_many_files()
+        keep_freed_memory()
         model = compose.load_model(config, Path(model_dir))
         self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())

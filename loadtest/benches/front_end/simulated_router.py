@@ -25,7 +25,7 @@ import psutil
 
 from deploy.demo.build import write_all_but_weights
 from deploy.http_server import HttpServer
-from deploy.process_setup import allow_many_files, freeze_what_lives
+from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
 from deploy.testing import FakeEncoder, FakeWorker, fake_cluster
 from fabric.contracts import (
     AbortAttempt,
@@ -194,6 +194,7 @@ def _serve(pipe: Connection, loop_kind: str) -> None:
 
 async def _run(pipe: Connection) -> None:
     allow_many_files()
+    keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         write_all_but_weights(Path(folder))
         model = REGISTRY.load_family(Path(folder)), TextCodec.load(Path(folder))
