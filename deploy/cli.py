@@ -53,34 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="starts a cluster on this machine and serves until it is interrupted")
-    serve.add_argument(
-        "--config", type=Path, help="reads the config from this YAML file (default: deploy/configs/laptop.yaml)"
-    )
-    serve.add_argument(
-        "--model", type=Path, help="serves the transformers model in this directory (default: the demo model)"
-    )
-    serve.add_argument("--host", help="listens on this address")
-    serve.add_argument("--port", type=int, help="listens on this port; 0 picks a free one")
-    serve.add_argument(
-        "--log-level", choices=["debug", "info", "warning", "error"], help="logs lines from this level on"
-    )
-    serve.add_argument(
-        "--log-format", choices=["text", "json"], help="writes log lines for people (text) or for machines (json)"
-    )
-    serve.add_argument(
-        "--log-to",
-        choices=["files", "terminal"],
-        help="writes one log file for each process, or all lines to this terminal",
-    )
-    serve.add_argument("--log-dir", type=Path, help="makes the folder for the log files of this run here")
-    serve.add_argument("--in-process", action="store_true", help="runs the whole cluster in one process, without Ray")
-    # The supervisor passes this option to the server that it starts.
-    serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
-    # The supervisor runs this command after a server that was killed or failed.
-    serve.add_argument("--remove-left", action="store_true", help=argparse.SUPPRESS)
-    serve.set_defaults(run=_serve)
-
+    _add_serve(commands)
     check = commands.add_parser(
         "check",
         help="checks a config file: names every problem with its line and key, and prints the memory of each process",
@@ -120,6 +93,36 @@ def _parser() -> argparse.ArgumentParser:
     version = commands.add_parser("version", help="prints the version")
     version.set_defaults(run=_version)
     return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    serve = commands.add_parser("serve", help="starts a cluster on this machine and serves until it is interrupted")
+    serve.add_argument(
+        "--config", type=Path, help="reads the config from this YAML file (default: deploy/configs/laptop.yaml)"
+    )
+    serve.add_argument(
+        "--model", type=Path, help="serves the transformers model in this directory (default: the demo model)"
+    )
+    serve.add_argument("--host", help="listens on this address")
+    serve.add_argument("--port", type=int, help="listens on this port; 0 picks a free one")
+    serve.add_argument(
+        "--log-level", choices=["debug", "info", "warning", "error"], help="logs lines from this level on"
+    )
+    serve.add_argument(
+        "--log-format", choices=["text", "json"], help="writes log lines for people (text) or for machines (json)"
+    )
+    serve.add_argument(
+        "--log-to",
+        choices=["files", "terminal"],
+        help="writes one log file for each process, or all lines to this terminal",
+    )
+    serve.add_argument("--log-dir", type=Path, help="makes the folder for the log files of this run here")
+    serve.add_argument("--in-process", action="store_true", help="runs the whole cluster in one process, without Ray")
+    # The supervisor passes this option to the server that it starts.
+    serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
+    # The supervisor runs this command after a server that was killed or failed.
+    serve.add_argument("--remove-left", action="store_true", help=argparse.SUPPRESS)
+    serve.set_defaults(run=_serve)
 
 
 def _serve(arguments: argparse.Namespace) -> int:

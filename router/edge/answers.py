@@ -159,7 +159,8 @@ class ChatAnswer:
     """Writes a chat completion."""
 
     def __init__(self, source: JoinedStreams, request: ChatRequest, head: Head, tools: AnswerTools) -> None:
-        self._source, self._request, self._head, self._tools = source, request, head, tools
+        self._source, self._head, self._tools = source, head, tools
+        self._wants_explanation = request.wants_explanation  # The request itself may hold megabytes of media.
         self._writer = ChunkWriter(head, request.wants_usage_chunk)
         self._fresh = FreshTokens(source, request)
         self._reader = PieceReader(source)
@@ -255,7 +256,7 @@ class ChatAnswer:
 
     @property
     def _explanation(self) -> dict[str, object] | None:
-        return self._source.record() if self._request.wants_explanation else None
+        return self._source.record() if self._wants_explanation else None
 
 
 class CompletionAnswer:

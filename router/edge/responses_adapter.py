@@ -22,7 +22,8 @@ class ResponsesAnswer:
     """Writes a response. A response has one choice."""
 
     def __init__(self, source: JoinedStreams, asked: ResponsesChat, head: Head, tools: AnswerTools) -> None:
-        self._source, self._asked, self._tools = source, asked, tools
+        self._source, self._tools = source, tools
+        self._wants_explanation = asked.request.wants_explanation  # The request itself may hold megabytes of media.
         self._writer = ResponseWriter(head, asked.request)
         self._fresh = FreshTokens(source, asked.chat)
         self._reader = PieceReader(source)
@@ -81,4 +82,4 @@ class ResponsesAnswer:
 
     @property
     def _explanation(self) -> dict[str, object] | None:
-        return self._source.record() if self._asked.request.wants_explanation else None
+        return self._source.record() if self._wants_explanation else None

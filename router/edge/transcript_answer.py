@@ -20,7 +20,7 @@ class TranscriptAnswer:
     """Writes a transcript. What the model thinks before it is left out."""
 
     def __init__(self, source: JoinedStreams, asked: Transcription) -> None:
-        self._asked = asked
+        self._form = asked.form  # The request itself holds the sound.
         self._reader = PieceReader(source)
         self._texts: list[str] = []
 
@@ -42,7 +42,7 @@ class TranscriptAnswer:
         self._read(deltas)
 
     def whole(self) -> bytes:
-        if self._asked.form == "text":
+        if self._form == "text":
             return f"{self._text}\n".encode()
         return msgspec.json.encode({"text": self._text, "usage": _usage(self._reader.usage())})
 

@@ -356,7 +356,9 @@ async def test_a_client_that_pipelines_and_leaves_is_noticed() -> None:
         await until(lambda: target.cluster.workers[0].num_open == 1)
         writer.transport.abort()
         await until(lambda: target.cluster.workers[0].num_open == 0)
+        assert len(target.cluster.workers[0].requests) == 1, "the second request never begins"
         target.cluster.workers[0].script.pause_at = None
+        assert (await target.ask()).startswith(b"HTTP/1.1 200")
 
 
 async def test_connections_beyond_the_limit_make_the_oldest_silent_ones_go() -> None:

@@ -74,8 +74,9 @@ def check(directory: Path, num: int = 60) -> None:
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("name", LLAMA2)
 def test_llama2(tmp_path: Path, name: str, normalized: bool) -> None:
-    """In some versions of the file, control tokens have the flag `normalized`. Where transformers ignores the file's
-    normaliser, the flag changes nothing; where it doesn't, it takes control tokens for letters, and Weft does not."""
+    """Tests files in which control tokens have the flag `normalized`, as some versions do. Where transformers ignores
+    the file's normaliser, the flag changes nothing; where it doesn't, it takes control tokens for letters, and Weft
+    does not."""
     is_rebuilt = name not in ("as the file says", "no class")
     if normalized and not is_rebuilt:
         check_control_tokens(write_llama2(tmp_path, legacy_bpe(normalized=True), **LLAMA2[name]))

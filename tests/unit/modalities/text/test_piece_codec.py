@@ -206,7 +206,7 @@ def test_a_directory_with_only_a_sentencepiece_file(
 
 
 def test_the_scores_of_a_sentencepiece_file_order_its_merges(tmp_path: Path) -> None:
-    """In Llama's file, the pieces of blanks have low ids and the lowest score, so they are made last."""
+    """The pieces of blanks in Llama's file have low ids and the lowest score, so they are made last."""
     blanks = [("▁" * count, -1e9) for count in (2, 4, 3, 1)]
     letters = [(text, -float(rank)) for rank, text in enumerate(["▁s", "ea", "▁sea", "s", "e", "a"], start=1)]
     directory = write_llama2(tmp_path)
