@@ -19,7 +19,7 @@ from deploy.config import ClusterConfig
 from deploy.config_file import check_config, load_config
 from deploy.limit_table import check_files, limit_lines
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
-from deploy.process_setup import freeze_what_lives, set_switches
+from deploy.process_setup import freeze_what_lives, new_event_loop, set_switches
 from deploy.sizing import budget_lines, check_budget
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
 from fabric.contracts import ConfigError, WeftError
@@ -157,7 +157,8 @@ def _serve(arguments: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=lifeline.stop).start())
     try:
         if arguments.in_process:
-            asyncio.run(_serve_in_process(config, lifeline))
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(_serve_in_process(config, lifeline))
         else:
             _serve_on_ray(config, lifeline)
     finally:

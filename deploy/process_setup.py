@@ -1,11 +1,11 @@
 """Prepares a process before it serves: the switches that libraries read from the environment, the limit of open files,
-and the use of memory.
+the event loop, and the use of memory.
 
 The first part sets the switches of Ray and other libraries. Only this module writes them; it keeps the values that the
-user has set. It also raises the limit of open files. The second part tunes the memory of processes that compute: the
-process keeps what one step frees for the next, large tensors lie in large pages, and the garbage collector ignores the
-objects that exist before the first request. They stand together because both act on the whole process, and most of
-their functions must be called before a library is imported or first used.
+user has set. It also raises the limit of open files and chooses the event loop. The second part tunes the memory of
+processes that compute: the process keeps what one step frees for the next, large tensors lie in large pages, and the
+garbage collector ignores the objects that exist before the first request. They stand together because both act on the
+whole process, and most of their functions must be called before a library is imported or first used.
 
 By default glibc gives large blocks back to the kernel as soon as they are free, so every step's tensors are new pages,
 each of which faults on its first access. Measured: without these faults, a prefill of 1,024 tokens of a 180M model
@@ -16,6 +16,7 @@ The module knows nothing of the config or of what the process serves.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import os
@@ -90,6 +91,16 @@ def allow_many_files() -> None:
     each other member, and some systems permit 1,024 files unless a process asks for more."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Returns an event loop of the kind that Ray gives its actors: uvloop's where it is installed, or else asyncio's.
+    With uvloop a short request costs a router about half the CPU time."""
+    try:
+        import uvloop
+    except ImportError:  # It does not exist for every system.
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 # ------------------------------------------------------------ memory

@@ -25,7 +25,7 @@ import psutil
 
 from deploy.demo.build import write_all_but_weights
 from deploy.http_server import HttpServer
-from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
+from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory, new_event_loop
 from deploy.testing import FakeEncoder, FakeWorker, fake_cluster
 from fabric.contracts import (
     AbortAttempt,
@@ -183,11 +183,7 @@ def simulated_router(loop_kind: str) -> Iterator[SimulatedRouter]:
 
 
 def _serve(pipe: Connection, loop_kind: str) -> None:
-    factory = asyncio.new_event_loop
-    if loop_kind == "uvloop":
-        import uvloop
-
-        factory = uvloop.new_event_loop
+    factory = new_event_loop if loop_kind == "uvloop" else asyncio.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(_run(pipe))
 
