@@ -20,6 +20,7 @@ particular model, of a file format or of text.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from fabric.contracts import InvalidRequest, MediaItem, PlaceholderRange, Unsupp
 
 if TYPE_CHECKING:
     import torch
+    from _typeshed import DataclassInstance
 
 
 # ------------------------------------------------------------ what a medium is
@@ -117,12 +119,14 @@ class MediaOptions:
 
     def encode(self) -> str:
         """Returns canonical JSON, or an empty string for the defaults."""
+        if self == DEFAULT_OPTIONS:
+            return ""
         changed = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
-        return json.dumps(changed, sort_keys=True, separators=(",", ":")) if changed else ""
+        return json.dumps(changed, sort_keys=True, separators=(",", ":"))
 
     @staticmethod
     def decode(text: str) -> MediaOptions:
@@ -131,6 +135,13 @@ class MediaOptions:
 
 
 DEFAULT_OPTIONS = MediaOptions()
+
+
+@functools.lru_cache(maxsize=256)
+def canonical_options(options: DataclassInstance) -> str:
+    """Returns canonical JSON of a frozen dataclass of processing options, as `Family.options` does. It keeps the text
+    of each, because every item of every request asks for it."""
+    return json.dumps(dataclasses.asdict(options), sort_keys=True, separators=(",", ":"))
 
 
 # ------------------------------------------------------------ what a medium becomes

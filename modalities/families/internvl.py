@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +37,7 @@ from modalities.families.tiled.tiled_family import (
     read_pixel_options,
     read_tiled_config,
 )
-from modalities.family import EncoderModel, Family
+from modalities.family import EncoderModel, Family, canonical_options
 from modalities.media import normalise
 from modalities.pixel_options import PixelOptions
 
@@ -181,7 +180,7 @@ class GridOfTiles:
         return normalise(cut, self.pixels.normalisation)
 
     def options(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return canonical_options(self)
 
 
 @functools.cache

@@ -9,8 +9,6 @@ It knows nothing of weights: `modalities.families.tiled.tile_encoders`, which im
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +27,7 @@ from modalities.families.tiled.tiled_family import (
     read_tiled_config,
     square,
 )
-from modalities.family import EncoderModel, Family
+from modalities.family import EncoderModel, Family, canonical_options
 from modalities.media import normalise
 from modalities.pixel_options import PixelOptions
 
@@ -121,4 +119,4 @@ class CentreCrop:
         return normalise(np.asarray(cropped)[None], self.pixels.normalisation)
 
     def options(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return canonical_options(self)

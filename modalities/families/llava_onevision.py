@@ -14,7 +14,6 @@ It knows nothing of weights: `modalities.families.tiled.tile_encoders`, which im
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ from modalities.families.tiled.tiled_family import (
     read_pixel_options,
     read_tiled_config,
 )
-from modalities.family import EncoderModel, Family
+from modalities.family import EncoderModel, Family, canonical_options
 from modalities.media import normalise
 from modalities.pixel_options import PixelOptions
 
@@ -176,7 +175,7 @@ class AnyResolution:
         return normalise(tiles, self.pixels.normalisation)
 
     def options(self) -> str:
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return canonical_options(self)
 
     def _scaled_size(self, width: int, height: int, canvas_height: int, canvas_width: int) -> tuple[int, int]:
         """Returns the (width, height) of the picture on its canvas."""

@@ -29,7 +29,7 @@ from fabric.contracts import (
     StopConditions,
 )
 from kv_index import prompt_block_hashes
-from modalities.family import ExpandedPrompt, Family, MediaOptions
+from modalities.family import ExpandedPrompt, Family, ImageHeader, MediaOptions
 from modalities.registry import Registry
 from modalities.text import TextCodec, token_bytes
 from router.api import (
@@ -175,8 +175,10 @@ MAX_TEXT_BYTES = 2**20
 CHARS_PER_MESSAGE = 64
 """Each message counts as this many characters more, because the template has work with it."""
 SHORT_TEXT_CHARS = 4096
-"""A prompt of at most this many characters and no media is made in the event loop, because that takes less time than
-changing threads, and well under a millisecond."""
+FEW_PICTURES = 8
+FEW_PIXELS = 2**22
+"""A prompt of at most this many characters, with at most so many pictures of so many pixels together, is made in the
+event loop: that takes half a millisecond at most, which is less than changing threads."""
 MAX_FITTINGS = 3
 """Limits how often the media are planned for one prompt. Each time after the first, videos get fewer frames, to make
 room for the text that a family writes between the frames."""
@@ -312,7 +314,7 @@ class PromptBuilder:
 
     async def plan(self, draft: Draft, losses: Losses = NOTHING_LOST) -> Prompt:
         """Returns the prompt without what was lost. Raises a RequestRefused."""
-        if not draft.media and _is_short(draft):
+        if _is_short(draft) and _has_few_media(draft):
             return self._plan(draft, losses)
         return await self._threads.run(Work.MEDIA_PROMPT if draft.media else Work.PROMPT, self._plan, draft, losses)
 
@@ -504,6 +506,14 @@ def _is_short(draft: Draft) -> bool:
     num_chars = sum(len(part.text) for part in parts if isinstance(part, TextPart))
     num_chars += sum(len(content) for content in draft.contents if isinstance(content, str))
     return num_chars + CHARS_PER_MESSAGE * len(draft.contents) <= SHORT_TEXT_CHARS
+
+
+def _has_few_media(draft: Draft) -> bool:
+    """Tells whether the prompt has so few media that planning them takes no time. A video is never one of these: it may
+    be planned several times, and it has text between its frames."""
+    headers = [medium.header for medium in draft.media]
+    pixels = [header.width * header.height for header in headers if isinstance(header, ImageHeader)]
+    return len(pixels) == len(headers) <= FEW_PICTURES and sum(pixels) <= FEW_PIXELS
 
 
 def _num_placeholders(draft: Draft, losses: Losses) -> int:

@@ -11,8 +11,6 @@ The module is pure except for decoding. It knows nothing of tokenizers or weight
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +21,7 @@ import numpy.typing as npt
 
 from fabric.contracts import ConfigError, InvalidMedia, MediaItem
 from modalities.checkpoint_files import read_feature_extractor
-from modalities.family import AudioHeader, EncoderInput, ItemPlan, Waveform
+from modalities.family import AudioHeader, EncoderInput, ItemPlan, Waveform, canonical_options
 from modalities.media import (
     MelOptions,
     decode_samples,
@@ -71,7 +69,7 @@ class SoundHalf:
     def options(self) -> str:
         """Returns canonical JSON of all options that a sound's features depend on; it is part of the content's
         identity."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return canonical_options(self)
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """Returns the units of a sound file, or of the sound track of a video. Raises InvalidMedia for a broken file

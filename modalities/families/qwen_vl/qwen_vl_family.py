@@ -6,8 +6,6 @@ they are called. It knows nothing of requests.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,6 +32,7 @@ from modalities.family import (
     Spectrograms,
     VideoHeader,
     Waveform,
+    canonical_options,
     check_modality,
     expand_pieces,
 )
@@ -99,7 +98,7 @@ class QwenVLFamily:
         if modality == AUDIO:
             return self._sound_half().options()
         options = self.config.video if modality == VIDEO else self.config.image
-        return json.dumps(dataclasses.asdict(options), sort_keys=True, separators=(",", ":"))
+        return canonical_options(options)
 
     def preprocess(self, data: bytes, item: MediaItem) -> list[EncoderInput]:
         """Returns the units of a medium: a picture is one unit, and a video or sound is one or more. Raises

@@ -12,8 +12,6 @@ nothing of weights and of how a particular family cuts pictures.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +39,7 @@ from modalities.family import (
     Piece,
     Positions,
     VideoHeader,
+    canonical_options,
     check_modality,
     expand_pieces,
 )
@@ -276,7 +275,7 @@ class FrameTiling:
 
     def options(self) -> str:
         """Returns canonical JSON of these settings."""
-        return json.dumps(dataclasses.asdict(self), sort_keys=True, separators=(",", ":"))
+        return canonical_options(self)
 
     def units(self, data: bytes, item: MediaItem) -> Iterator[EncoderInput]:
         """Yields the units of a video, each as soon as its frames are decoded. Raises InvalidMedia for a broken file
