@@ -5,10 +5,10 @@ The values come first: what a file says about a medium, how the medium is sample
 them: the router calls its pure half (`plan`, `expand`), encoders call `preprocess` and `load_encoder`, and workers call
 `positions` and `load_language_model`. The loaders return an `EncoderModel` and a `LanguageModel`.
 
-A family may offer two things in addition. With `StreamsUnits` it yields units (the parts of an item that are encoded on
-their own) one by one, so the first part of a long video is encoded while the rest is still being decoded. With
-`MelOnDevice` an encoder's device makes the spectrograms of its sounds; without it, the process that decodes a sound
-also makes its spectrogram.
+A family may offer some things in addition. With `StreamsUnits` it yields units (the parts of an item that are encoded
+on their own) one by one, so the first part of a long video is encoded while the rest is still being decoded. With
+`HasLeastPixels` it scales small pictures up. With `MelOnDevice` an encoder's device makes the spectrograms of its
+sounds; without it, the process that decodes a sound also makes its spectrogram.
 
 The functions at the end expand the placeholders of a prompt to one position for each row of features, with tokens
 between the rows where a family writes some.
@@ -116,6 +116,9 @@ class MediaOptions:
     max_pixels: int = 0
     """Limits the pixels of an image that the model sees, down to the smallest form that the model takes; 0 leaves the
     limit to the model."""
+    min_pixels: int = 0
+    """Asks for at least so many pixels of an image, so that a smaller one is scaled up, within what the model takes; 0
+    leaves this to the model. Only a family with `HasLeastPixels` follows it."""
 
     def encode(self) -> str:
         """Returns canonical JSON, or an empty string for the defaults."""
@@ -363,6 +366,18 @@ def stream_units(family: Family, data: bytes, item: MediaItem) -> Iterator[Encod
         yield from family.preprocess_units(data, item)
     else:
         yield from family.preprocess(data, item)
+
+
+@runtime_checkable
+class HasLeastPixels(Protocol):
+    """A `HasLeastPixels` scales a small picture up to a least number of pixels, and follows `MediaOptions.min_pixels`.
+    A family may offer this in addition to `Family.plan`."""
+
+    @property
+    def pixel_range(self) -> tuple[int, int]:
+        """Returns the least and the most pixels of a picture by the checkpoint's own processor. A wish for more than
+        the most has the effect of a wish for the most."""
+        ...
 
 
 @runtime_checkable

@@ -45,6 +45,8 @@ class MediaKwargs(BaseModel):
     max_frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
     max_pixels: int | None = Field(None, ge=1, le=INT64_MAX)
     """Limits the pixels of each picture that the model looks at, down to the smallest form that the model takes."""
+    min_pixels: int | None = Field(None, ge=1, le=INT64_MAX)
+    """Asks for at least so many pixels of each picture: a smaller one is scaled up, to what the model takes at most."""
     sampling: Sampling | None = None
     use_audio_in_video: bool | None = None
     """Says whether the model gets the sound tracks of videos; by default it does if it can process sound."""
@@ -124,6 +126,10 @@ def check_media_kwargs(kwargs: MediaKwargs) -> None:
     if kwargs.num_frames is not None and kwargs.max_frames is not None:
         message = "`num_frames` and `max_frames` exclude each other; send one of them"
         raise InvalidRequest(message, param=f"{path}.num_frames")
+    least, most = kwargs.min_pixels, kwargs.max_pixels
+    if least is not None and most is not None and least > most:
+        message = f"`min_pixels` is {least}, which is more than the `max_pixels` of {most}"
+        raise InvalidRequest(message, param=f"{path}.min_pixels")
     if kwargs.fps is not None and kwargs.sampling not in (None, "fps"):
         message = f"`fps` has no effect on `{kwargs.sampling}` sampling; leave it out, or set `sampling` to `fps`"
         raise InvalidRequest(message, param=f"{path}.fps")

@@ -29,7 +29,7 @@ from fabric.contracts import (
     StopConditions,
 )
 from kv_index import prompt_block_hashes
-from modalities.family import ExpandedPrompt, Family, ImageHeader, MediaOptions
+from modalities.family import ExpandedPrompt, Family, HasLeastPixels, ImageHeader, MediaOptions
 from modalities.registry import Registry
 from modalities.text import TextCodec, token_bytes
 from router.api import (
@@ -268,9 +268,11 @@ class PromptBuilder:
             raise InvalidRequest(message, param="messages")
         kwargs = chat.mm_processor_kwargs
         with_sound_tracks = None if kwargs is None else kwargs.use_audio_in_video
+        if kwargs is not None and kwargs.min_pixels is not None:
+            check_min_pixels(self.family)
         probed = await self._reader.read(media, with_sound_tracks, chat.cache_salt or "", account)
-        if kwargs is not None and kwargs.max_pixels is not None:
-            probed = [medium.limited_to(kwargs.max_pixels) for medium in probed]
+        if kwargs is not None:
+            probed = [medium.limited_to(kwargs.min_pixels, kwargs.max_pixels) for medium in probed]
         answer, grammar = PLAIN, ""
         if chat.is_structured or chat.tools or self._formats.reasoning is not None:
             answer, grammar = await self._compiled(self._answer, chat)
@@ -481,6 +483,13 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, longest: int, par
         unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         message = f"a token id of `{param}` must be one of 0 to {vocab_size - 1}, not {shown(unknown)}"
         raise InvalidRequest(message, param=param)
+
+
+def check_min_pixels(family: Family) -> None:
+    """Raises InvalidRequest if the model scales no picture up to a least number of pixels."""
+    if not isinstance(family, HasLeastPixels):
+        message = "this model has no least number of pixels of a picture, so `min_pixels` has no effect; leave it out"
+        raise InvalidRequest(message, param="mm_processor_kwargs.min_pixels")
 
 
 def without_contents(chat: ChatRequest) -> ChatRequest:

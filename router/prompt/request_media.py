@@ -234,12 +234,17 @@ class ProbedMedium(NamedTuple):
     probe_s: float
     max_pixels: int = 0
     """Limits the pixels of a picture, as `MediaOptions.max_pixels` does; 0 leaves the limit to the model."""
+    min_pixels: int = 0
+    """Asks for pixels of a picture, as `MediaOptions.min_pixels` does; 0 leaves this to the model."""
 
-    def limited_to(self, max_pixels: int) -> ProbedMedium:
-        """Returns the medium with at most so many pixels, if it is a picture."""
+    def limited_to(self, min_pixels: int | None, max_pixels: int | None) -> ProbedMedium:
+        """Returns the medium with a number of pixels between the two, as far as they are given, if it is a picture. A
+        lower limit that the medium already has, such as that of a low detail, prevails."""
         if self.modality != IMAGE:
             return self
-        return self._replace(max_pixels=min(self.max_pixels or max_pixels, max_pixels))
+        most = min((each for each in (self.max_pixels, max_pixels) if each), default=0)
+        least = min((each for each in (min_pixels, most) if each), default=0) if min_pixels else 0
+        return self._replace(max_pixels=most, min_pixels=least)
 
 
 def media_seconds(media: Sequence[ProbedMedium]) -> dict[str, float]:
@@ -351,7 +356,9 @@ class MediaPlanner:
                 continue
             options = video_options if medium.modality == VIDEO else DEFAULT_OPTIONS
             reduction = losses.item_to_reduction.get(key, 0)
-            options = dataclasses.replace(options, reduction=reduction, max_pixels=medium.max_pixels)
+            options = dataclasses.replace(
+                options, reduction=reduction, max_pixels=medium.max_pixels, min_pixels=medium.min_pixels
+            )
             anchor = len(wanted)
             wanted.append(_Wanted(medium, medium.modality, medium.header, options, -1))
             if medium.sound is not None and ItemKey(medium.part, SOUND) not in losses.removed:

@@ -15,6 +15,7 @@ from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from modalities.families.qwen3_omni import Qwen3OmniFamily
+from modalities.family import MediaOptions
 from modalities.media import plan_media
 from modalities.registry import REGISTRY
 
@@ -38,13 +39,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(tmp_path_factory.mktemp("thinker"), thinker_config())
 
 
-def check(model_dir: Path, data: bytes) -> None:
-    """Checks that the family's plan and patches equal the reference's."""
+def check(model_dir: Path, data: bytes, **sizes: int) -> None:
+    """Checks that the family's plan and patches equal the reference's, which is given the same `sizes`."""
     family = Qwen3OmniFamily(model_dir)
     plugin = REGISTRY.modality("image")
-    item = plan_media(family, data, plugin.probe(data, "p"), 0, "p").item
+    item = plan_media(family, data, plugin.probe(data, "p"), 0, "p", options=MediaOptions(**sizes)).item
     (unit,) = family.preprocess(data, item)
-    reference = Qwen2VLImageProcessorPil.from_pretrained(model_dir)
+    reference = Qwen2VLImageProcessorPil.from_pretrained(model_dir, **sizes)
     want = reference(ImageOps.exif_transpose(Image.open(io.BytesIO(data))), return_tensors="np")
     assert unit.grid == item.grid == tuple(want["image_grid_thw"][0].tolist())
     assert item.num_tokens * 4 == len(want["pixel_values"])
@@ -86,6 +87,18 @@ def test_turned_pictures(model_dir: Path, orientation: int, file_format: str) ->
 )
 def test_options_of_the_checkpoint(tmp_path: Path, change: dict[str, Any]) -> None:
     check(write_config(tmp_path, thinker_config(), PREPROCESSOR | change), encode(picture(150, 99)))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(1, 40_000), st.integers(0, 25_000))
+def test_sizes_of_a_request_are_those_of_the_reference(
+    model_dir: Path, width: int, height: int, min_pixels: int, more: int
+) -> None:
+    """The reference takes `min_pixels` and `max_pixels` too. A range within the checkpoint's own largest size (65,536
+    pixels) has the same effect there and here, as long as rounding up does not lead out of it."""
+    if max(width, height) > 4 * min(width, height):
+        width = height
+    check(model_dir, encode(picture(width, height)), min_pixels=min_pixels, max_pixels=min_pixels + more)
 
 
 def test_defaults_are_the_references(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,16 +50,21 @@ from modalities.pixel_options import CLIP_MEAN, CLIP_STD, Channels, PixelOptions
 def image_grid(
     header: ImageHeader, options: ImageOptions, wishes: MediaOptions = DEFAULT_OPTIONS
 ) -> tuple[int, int, int]:
-    """Returns the numbers of patches (t, h, w) of a picture, from its header. It has at most `wishes.max_pixels`
-    pixels, and the sides that it would be scaled to are halved `wishes.reduction` times, down to the smallest size that
-    the model takes. Raises InvalidMedia."""
+    """Returns the numbers of patches (t, h, w) of a picture, from its header. It has at least `wishes.min_pixels` and
+    at most `wishes.max_pixels` pixels, as far as the checkpoint's largest size allows, and the sides that it would be
+    scaled to are halved `wishes.reduction` times, down to the smallest size that the model takes. Raises
+    InvalidMedia."""
     most, reduction = options.max_pixels, wishes.reduction
+    wished = replace(options, min_pixels=min(wishes.min_pixels or options.min_pixels, most))
     if wishes.max_pixels:
-        most = min(most, max(wishes.max_pixels, options.min_pixels))
-    height, width = smart_resize(header.height, header.width, options, most)
+        most = min(most, max(wishes.max_pixels, wished.min_pixels))
+    height, width = smart_resize(header.height, header.width, wished, most)
+    if wishes.min_pixels and height * width > options.max_pixels:  # Rounding up can exceed a narrow range.
+        height, width = smart_resize(height, width, replace(options, min_pixels=0))
     if reduction:
-        most_pixels = max(options.min_pixels, (height * width) >> (2 * reduction))
-        height, width = smart_resize(header.height, header.width, options, most_pixels)
+        most_pixels = max(min(options.min_pixels, wished.min_pixels), (height * width) >> (2 * reduction))
+        least = min(wished.min_pixels, most_pixels)
+        height, width = smart_resize(header.height, header.width, replace(options, min_pixels=least), most_pixels)
     if height == 0 or width == 0:
         raise InvalidMedia(f"a picture of {header.width}x{header.height} pixels is too small for the model")
     return 1, height // options.patch_size, width // options.patch_size

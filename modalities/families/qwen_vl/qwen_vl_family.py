@@ -57,6 +57,10 @@ class QwenVLFamily:
         self.max_items: Mapping[str, int] = {name: _MODALITY_TO_MOST[name] for name in self.config.modality_to_token}
         self._layout, self._checkpoint = layout, checkpoint
 
+    @property
+    def pixel_range(self) -> tuple[int, int]:
+        return self.config.image.min_pixels, self.config.image.max_pixels
+
     def plan(self, header: MediaHeader, options: MediaOptions = DEFAULT_OPTIONS) -> ItemPlan:
         """Plans one medium from its header. Raises InvalidMedia for an aspect ratio above 200, for a picture that is
         too small, for a video that `cut_video` refuses, and for a sound that is too short for one row. Raises

@@ -159,7 +159,10 @@ def test_stop_is_a_string_or_a_list() -> None:
         ({"mm_processor_kwargs": {"max_frames": 10**9}}, "mm_processor_kwargs.max_frames"),
         ({"mm_processor_kwargs": {"sampling": "random"}}, "mm_processor_kwargs.sampling"),
         ({"mm_processor_kwargs": {"use_audio_in_video": "yes"}}, "mm_processor_kwargs.use_audio_in_video"),
-        ({"mm_processor_kwargs": {"fps": 2, "min_pixels": 100}}, "mm_processor_kwargs.min_pixels"),
+        ({"mm_processor_kwargs": {"fps": 2, "size": 100}}, "mm_processor_kwargs.size"),
+        ({"mm_processor_kwargs": {"min_pixels": 0}}, "mm_processor_kwargs.min_pixels"),
+        ({"mm_processor_kwargs": {"min_pixels": 1.5}}, "mm_processor_kwargs.min_pixels"),
+        ({"mm_processor_kwargs": {"min_pixels": 101, "max_pixels": 100}}, "mm_processor_kwargs.min_pixels"),
     ],
 )
 def test_wrong_fields_are_named(fields: dict[str, object], param: str) -> None:
@@ -169,8 +172,8 @@ def test_wrong_fields_are_named(fields: dict[str, object], param: str) -> None:
 
 
 def test_an_unknown_processing_option_would_change_the_answer() -> None:
-    with pytest.raises(InvalidRequest, match=r"^`mm_processor_kwargs.min_pixels` is not supported"):
-        parse(mm_processor_kwargs={"min_pixels": 100})
+    with pytest.raises(InvalidRequest, match=r"^`mm_processor_kwargs.size` is not supported"):
+        parse(mm_processor_kwargs={"size": 100})
     assert parse(mm_processor_kwargs={}).ignored_fields == []
 
 

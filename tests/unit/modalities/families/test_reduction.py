@@ -20,8 +20,8 @@ SMALLEST = 16
 """This is the number of patches of `min_pixels`."""
 
 
-def patches(width: int, height: int, reduction: int, max_pixels: int = 0) -> int:
-    wishes = MediaOptions(reduction=reduction, max_pixels=max_pixels)
+def patches(width: int, height: int, reduction: int, max_pixels: int = 0, min_pixels: int = 0) -> int:
+    wishes = MediaOptions(reduction=reduction, max_pixels=max_pixels, min_pixels=min_pixels)
     _, rows, columns = image_grid(ImageHeader("PNG", width, height, "RGB"), OPTIONS, wishes)
     return rows * columns
 
@@ -55,6 +55,33 @@ def test_a_picture_of_low_detail_has_no_more_pixels_than_asked_for(width: int, h
     assert low <= max(most, 4 * longest + 8, 2 * SMALLEST)
     assert patches(width, height, 0, 10**9) == whole
     assert patches(width, height, 1, max_pixels) <= max(low, SMALLEST)
+
+
+@settings(deadline=None, max_examples=200)
+@given(width=st.integers(1, 2000), height=st.integers(1, 2000), min_pixels=st.integers(1, 10**8))
+def test_a_wish_for_pixels_enlarges_a_picture_to_what_the_model_takes_at_most(
+    width: int, height: int, min_pixels: int
+) -> None:
+    if max(width, height) > 200 * min(width, height):
+        return
+    found = patches(width, height, 0, min_pixels=min_pixels)
+    most = OPTIONS.max_pixels // OPTIONS.patch_size**2
+    assert 4 <= found <= most
+    if min_pixels <= OPTIONS.max_pixels // 4 and max(width, height) <= 20 * min(width, height):
+        assert found * OPTIONS.patch_size**2 >= min_pixels
+    if min_pixels >= OPTIONS.min_pixels:
+        assert found >= patches(width, height, 0)
+    # A picture that could not be encoded at the size that was asked for is tried again at half of it.
+    assert patches(width, height, 1, min_pixels=min_pixels) <= max(found, SMALLEST)
+
+
+def test_a_wish_for_pixels_has_the_size_that_it_asks_for() -> None:
+    assert patches(56, 56, 0) == SMALLEST
+    assert patches(56, 56, 0, min_pixels=560 * 560) == 40 * 40
+    assert patches(56, 56, 1, min_pixels=560 * 560) == 20 * 20
+    assert patches(28, 28, 0, min_pixels=28 * 28) == 4  # This is less than the checkpoint's own least size.
+    assert patches(560, 560, 0, max_pixels=28 * 28, min_pixels=28 * 28) == 4
+    assert patches(560, 560, 0, min_pixels=28 * 28) == patches(560, 560, 0) == 40 * 40
 
 
 def test_low_detail_of_a_large_picture() -> None:

@@ -266,6 +266,31 @@ async def test_pictures_alone_are_limited_in_pixels() -> None:
     assert MediaOptions.decode(low_picture.options) == MediaOptions(max_pixels=LOW_DETAIL_PIXELS)
 
 
+class EnlargingFamily(MediaFamily):
+    """Has a least number of pixels of a picture."""
+
+    pixel_range = (100, 10_000_000)
+
+
+async def test_pictures_alone_are_given_a_least_number_of_pixels() -> None:
+    low = image(2)
+    low["image_url"] = {**low["image_url"], "detail": "low"}
+    kwargs = {"min_pixels": 300_000, "max_pixels": 400_000}
+    request = await asked([video(), image(1), low], EnlargingFamily(), mm_processor_kwargs=kwargs)
+    shown, picture, low_picture = (MediaOptions.decode(item.options) for item in request.media)
+    assert (shown.min_pixels, shown.max_pixels) == (0, 0)
+    assert picture == MediaOptions(min_pixels=300_000, max_pixels=400_000)
+    assert low_picture == MediaOptions(min_pixels=LOW_DETAIL_PIXELS, max_pixels=LOW_DETAIL_PIXELS)
+    (alone,) = (await asked([image(1)], EnlargingFamily(), mm_processor_kwargs={"min_pixels": 7})).media
+    assert MediaOptions.decode(alone.options) == MediaOptions(min_pixels=7)
+
+
+async def test_a_model_without_a_least_number_of_pixels_refuses_the_wish() -> None:
+    with pytest.raises(InvalidRequest, match="no least number of pixels") as caught:
+        await asked([image()], mm_processor_kwargs={"min_pixels": 100})
+    assert caught.value.param == "mm_processor_kwargs.min_pixels"
+
+
 # ---------------------------------------------------------------- These tests cover which encoder encodes what.
 
 
