@@ -397,6 +397,8 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         shows_members=config.ray.address is None,
         block_size=config.workers.block_size,
         feature_itemsize=DTYPE_TO_BYTES[config.model.dtype],
+        feature_dtype=config.model.dtype,
+        takes_image_embeds=media.image_embeds,
         max_body_bytes=config.server.max_body_bytes,
         write_timeout_s=config.server.write_timeout_s,
         max_bodies_bytes=config.router.max_bodies_bytes,

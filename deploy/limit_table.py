@@ -35,6 +35,7 @@ SECTION_TO_KEYS = {
     ),
     "media": (
         "limit_mm_per_prompt",
+        "image_embeds",
         "max_bytes_per_item",
         "max_image_pixels",
         "max_video_pixels",
@@ -82,6 +83,8 @@ def _shown(key: str, value: object) -> str:
         return ", ".join(f"{name}: {most}" for name, most in value.items()) or "the model's own"
     if value is None:
         return "none"
+    if isinstance(value, bool):
+        return "taken" if value else "refused"
     assert isinstance(value, int | float)
     if "bytes" in key and value >= 2**20:
         return f"{value:,} ({value / 2**20:,.5g} MiB)"

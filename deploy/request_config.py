@@ -167,6 +167,10 @@ class MediaSection(Section):
     """Averages this many temporal patches into one; 1 turns this off."""
     keep_fraction: float = Field(default_of(MediaOptions, "keep_fraction"), gt=0, le=1)
     """Keeps this fraction of the rows of a temporal patch, evenly spread."""
+    image_embeds: bool = default_of(RouterConfig, "takes_image_embeds")
+    """Says whether clients may send the features of a picture, computed elsewhere, in place of the picture. They go to
+    the language model as they are, so a client can show it what no picture shows; turn this on for clients that you
+    trust. `max_bytes_per_item` limits them."""
     max_bytes_per_item: Bytes = default_of(MediaLimits, "max_bytes_per_item")
     """Limits the file of one item. A request's body has a smaller limit of its own (`server.max_body_bytes`)."""
     max_image_pixels: int = Field(default_of(MediaLimits, "max_image_pixels"), ge=1)

@@ -79,6 +79,12 @@ def decode_item(family: Family, data: bytes, item: MediaItem, on_units: OnUnits,
     return Decoded(inputs, decode_s, time.perf_counter() - started_s - decode_s, waveform)
 
 
+def given_input(data: bytes, item: MediaItem) -> EncoderInput:
+    """Returns the one unit of an item whose features a client has sent. Nothing is copied or decoded."""
+    pixels = np.empty((0, 0), np.float32)
+    return EncoderInput(item.work, pixels, item.grid, features=np.frombuffer(data, np.uint8))
+
+
 def _last_units(family: Family, data: bytes, item: MediaItem, on_units: OnUnits) -> list[EncoderInput]:
     """Returns the units that were not passed to `on_units`."""
     part_s = time.perf_counter()

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
 
-from encoder_pool.decode_process import Decoded, DecodeJob, OnUnits, decode_item, enter_decoding
+from encoder_pool.decode_process import Decoded, DecodeJob, OnUnits, decode_item, enter_decoding, given_input
 from encoder_pool.encoder_config import DEFAULT_LIMITS, DecodeLimits
 from fabric.contracts import EncodeFailed, InvalidMedia, MachineBusy, MediaItem, WeftError
 from fabric.sandbox import Death, JobLimits, NotStarted, SandboxDied, SandboxProcess
@@ -53,9 +53,9 @@ class Decoder(Protocol):
 
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
         """Decodes and preprocesses one item into the planned units. Calls `on_units` in the event loop with units that
-        are ready before the last. A sound may be returned as a waveform, from which the encoder's device makes units.
-        Cancelling the call frees what the item takes. The caller must not pass an item that takes more memory than the
-        budget of all items together.
+        are ready before the last. Features that a client has sent are returned as they are. A sound may be returned as
+        a waveform, from which the encoder's device makes units. Cancelling the call frees what the item takes. The
+        caller must not pass an item that takes more memory than the budget of all items together.
 
         Raises InvalidMedia (the item is broken, differs from the plan, or takes too much work), MachineBusy (it was not
         done in time), EncodeFailed (this program failed on it), or DecodeBroke (the item may be tried once more).
@@ -120,6 +120,8 @@ class DecodePool:
                 raise error
 
     async def decode(self, data: bytes, item: MediaItem, on_units: OnUnits) -> Decoded:
+        if item.is_given:
+            return Decoded([given_input(data, item)], 0.0)
         is_raw = item.modality == "audio" and item.cost <= self._max_raw_cost
         while True:
             hold = await self._memory.take(item.decode_bytes)

@@ -215,9 +215,10 @@ class DeviceQueue:
         self.batch = batch
         self._begin(self.costs.pass_s(batch[0].modality, sum(unit.cost for unit in batch)))
         loop = asyncio.get_running_loop()
+        has_pass = units[0].input.features is None
 
         def hand_over(result: ForwardResult) -> None:
-            loop.call_soon_threadsafe(self._ended, batch, result, done)
+            loop.call_soon_threadsafe(self._ended, batch, result, has_pass, done)
 
         self._forward.submit(units, hand_over)
 
@@ -235,12 +236,14 @@ class DeviceQueue:
         assert job is not None
         return job.item.num_levels
 
-    def _ended(self, batch: list[QueuedUnit], result: ForwardResult, done: Callable[[], None]) -> None:
+    def _ended(self, batch: list[QueuedUnit], result: ForwardResult, has_pass: bool, done: Callable[[], None]) -> None:
+        """Handles the end of a batch. `has_pass` is False for features that clients have sent: storing these says
+        nothing about forward passes."""
         self.batch = []
         self._end()
         cost = sum(unit.cost for unit in batch)
         self.stats.batch_ended(len(batch), cost, result.seconds)
-        if not any(result.errors):
+        if has_pass and not any(result.errors):
             self.costs.observe(batch[0].modality, cost, result.seconds, self._clock.now())
         keys = [unit.key for unit in batch]
         self._jobs.served(keys, result.seconds, self._clock.now())

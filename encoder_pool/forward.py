@@ -25,7 +25,7 @@ from encoder_pool.decode_process import check_inputs
 from encoder_pool.planning import FeatureSpec, ForwardResult, ForwardUnit, SoundJob, SoundResult
 from fabric.contracts import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
 from modalities.family import EncoderInput, EncoderModel, Spectrograms
-from modalities.torch_dtypes import dtype_name
+from modalities.torch_dtypes import dtype_name, torch_dtype
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -108,6 +108,8 @@ class ForwardThread:
             raise EncoderLost(f"the encoder's device fails every forward pass ({outcome.message})") from outcome
 
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
+        if units[0].input.features is not None:
+            return [self._store_given(unit) for unit in units]
         features = self._features([unit.input for unit in units])
         if len(features) != len(units):
             raise FeatureMismatch(
@@ -133,6 +135,20 @@ class ForwardThread:
         for inputs, sound in zip(found, sounds, strict=True):
             check_inputs(inputs, sound.item)
         return found
+
+    def _store_given(self, unit: ForwardUnit) -> WeftError | None:
+        """Copies a feature that a client has sent into its slot; returns an error if it is not what was planned. The
+        router has checked it before."""
+        spec, given = self._spec, unit.input.features
+        assert spec is not None
+        assert given is not None
+        shape = spec.shape(unit.num_tokens, unit.num_levels)
+        if given.nbytes != spec.nbytes(unit.num_tokens, unit.num_levels):
+            return FeatureMismatch(f"a given feature has {given.nbytes} bytes, but shape {shape} was planned")
+        unit.buffer[:] = given
+        if not is_finite([torch.from_numpy(unit.buffer).view(torch_dtype(spec.dtype))]):
+            return FeatureMismatch("a given feature has numbers that are not finite")
+        return None
 
     def _store(self, unit: ForwardUnit, feature: torch.Tensor) -> WeftError | None:
         """Copies a feature's bytes into its slot if its shape and dtype are as planned; returns an error otherwise."""

@@ -150,7 +150,7 @@ class Pipeline:
         """Returns what waits to be decoded and what is being decoded, in predicted seconds."""
         now_s, left = self._clock.now(), list[float]()
         for job, started_s in self._job_to_decode_start_s.items():
-            predicted_s = self.decode_costs.seconds(job.item.modality, job.item.cost)
+            predicted_s = self.decode_costs.seconds(job.item.work, job.item.cost)
             left.append(max(0.0, predicted_s - (now_s - started_s)))
         waiting_s = {False: 0.0, True: 0.0}
         for (modality, is_long), (num_items, cost) in self.jobs.totals.modality_to_undecoded.items():
@@ -411,7 +411,7 @@ class Pipeline:
             now_s = self._clock.now()
             # What is left of the time is the way between the processes, which a request waits for as well.
             preprocess_s = max(decoded.preprocess_s, now_s - began_s - decoded.decode_s)
-            self.decode_costs.observe(job.item.modality, job.item.cost, decoded.decode_s + preprocess_s, now_s)
+            self.decode_costs.observe(job.item.work, job.item.cost, decoded.decode_s + preprocess_s, now_s)
             for waiter in job.waiters:
                 waiter.decode_s, waiter.preprocess_s = decoded.decode_s, preprocess_s
                 self._trace_item(waiter, "decoded", from_s=began_s)

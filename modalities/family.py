@@ -7,8 +7,9 @@ them: the router calls its pure half (`plan`, `expand`), encoders call `preproce
 
 A family may offer some things in addition. With `StreamsUnits` it yields units (the parts of an item that are encoded
 on their own) one by one, so the first part of a long video is encoded while the rest is still being decoded. With
-`HasLeastPixels` it scales small pictures up. With `MelOnDevice` an encoder's device makes the spectrograms of its
-sounds; without it, the process that decodes a sound also makes its spectrogram.
+`HasLeastPixels` it scales small pictures up, and with `TakesFeatures` it takes features in place of a picture. With
+`MelOnDevice` an encoder's device makes the spectrograms of its sounds; without it, the process that decodes a sound
+also makes its spectrogram.
 
 The functions at the end expand the placeholders of a prompt to one position for each row of features, with tokens
 between the rows where a family writes some.
@@ -90,6 +91,17 @@ class VideoHeader:
 
 
 MediaHeader = ImageHeader | VideoHeader | AudioHeader
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturesHeader:
+    """Describes the features of a picture that a client has computed itself (`image_embeds`)."""
+
+    num_tokens: int
+    grid: tuple[int, int, int] | None = None
+    """Counts the patches (t, h, w) of the picture before merging, if the client states them (`image_grid_thw`)."""
+    size: tuple[int, int] | None = None
+    """Holds the width and height of the picture, if the client states them (`image_sizes`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +220,9 @@ class EncoderInput:
     """Counts the patches in each row of `pixels`: it is the number of patches of a tile where rows are tiles."""
     geometry: tuple[int, ...] = ()
     """Has the same meaning as in `ItemPlan`; it is set where the encoder needs it."""
+    features: npt.NDArray[np.uint8] | None = None
+    """Holds the bytes of the unit's feature if a client has sent them. `pixels` is then empty, and the unit needs no
+    forward pass."""
 
     @property
     def num_patches(self) -> int:
@@ -338,6 +353,18 @@ class LanguageModel(Protocol):
         ...
 
 
+def plan_medium(
+    family: Family, header: MediaHeader | FeaturesHeader, options: MediaOptions = DEFAULT_OPTIONS
+) -> ItemPlan:
+    """Returns the plan of a medium, or of features that a client sends in its place. Raises what `Family.plan` and
+    `TakesFeatures.plan_features` raise, and UnsupportedModality if the family takes no features."""
+    if not isinstance(header, FeaturesHeader):
+        return family.plan(header, options)
+    if not isinstance(family, TakesFeatures):
+        raise UnsupportedModality(f"the family {family.name} takes no features as input; it takes pictures")
+    return family.plan_features(header)
+
+
 def check_modality(family: Family, modality: str) -> None:
     """Raises UnsupportedModality for a modality that the family does not take."""
     if modality not in family.max_items:
@@ -377,6 +404,18 @@ class HasLeastPixels(Protocol):
     def pixel_range(self) -> tuple[int, int]:
         """Returns the least and the most pixels of a picture by the checkpoint's own processor. A wish for more than
         the most has the effect of a wish for the most."""
+        ...
+
+
+@runtime_checkable
+class TakesFeatures(Protocol):
+    """A `TakesFeatures` also plans pictures of which a client sends the features. A family may offer this in addition
+    to `Family.plan`."""
+
+    def plan_features(self, header: FeaturesHeader) -> ItemPlan:
+        """Returns the plan of a picture with these features: one unit, at the cost 1, and with all the levels of the
+        model. Raises InvalidMedia if the header lacks what the family needs to place the tokens, or if no picture that
+        the model takes has these features."""
         ...
 
 

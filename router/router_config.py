@@ -114,6 +114,10 @@ class RouterConfig:
     """Says whether answers tell the model's reasoning apart from the text."""
     feature_itemsize: int = 4
     """This is the size in bytes of one number of a feature, for the planner's estimate of transfers."""
+    feature_dtype: str = "float32"
+    """Names the dtype of features, to which those that clients send are converted."""
+    takes_image_embeds: bool = False
+    """Says whether clients may send the features of pictures (`image_embeds`)."""
     max_body_bytes: int = 32 * MIB
     max_bodies_bytes: int = 1024 * MIB
     """Limits the bytes of the bodies (and of the media cut from them) of all requests in flight together."""

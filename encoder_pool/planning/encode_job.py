@@ -153,7 +153,7 @@ class EncodeJob:
             return LONG_DECODING if self.is_long else SHORT_DECODING
         if self.waveform is not None:
             return SOUND
-        return JobStage("unit", self.item.modality) if self.unit_to_input else None
+        return JobStage("unit", self.item.work) if self.unit_to_input else None
 
     def want(self, unit: int, cost: int) -> None:
         """Adds a unit that must be made. Does nothing if the unit is already wanted."""
@@ -254,10 +254,10 @@ class EncodeJobTotals:
         self.num_in_flight += sign * is_begun
         self.num_prepared += sign * job.is_prepared
         self.num_long_decoding += sign * (job.is_long and job.phase is Phase.DECODING)
-        self.modality_to_cost[job.item.modality] += sign * job.remaining_cost
-        self.modality_to_decoded_cost[job.item.modality] += sign * is_begun * job.remaining_cost
+        self.modality_to_cost[job.item.work] += sign * job.remaining_cost
+        self.modality_to_decoded_cost[job.item.work] += sign * is_begun * job.remaining_cost
         if not is_begun and job.unit_to_cost:
-            kind = (job.item.modality, job.is_long)
+            kind = (job.item.work, job.is_long)
             num_items, cost = self.modality_to_undecoded.pop(kind, (0, 0))
             if num_items + sign:
                 self.modality_to_undecoded[kind] = (num_items + sign, cost + sign * job.item.cost)

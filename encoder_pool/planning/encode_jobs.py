@@ -101,7 +101,7 @@ class EncodeJobs:
             job = self._hash_to_job[unit.mm_hash]
             for waiter in self.waiters_missing(unit):
                 of_call = call_to_running.setdefault(waiter.call, Counter())
-                of_call[job.item.modality] += job.unit_to_cost[unit.unit]
+                of_call[job.item.work] += job.unit_to_cost[unit.unit]
                 of_call[""] += 1
         columns = queued_calls(calls, call_to_running, passes_s)
         # Work that several calls wait for is done once, so it counts in parts with each of them.
@@ -199,7 +199,7 @@ class EncodeJobs:
     def in_patches(self, job: EncodeJob) -> float:
         """Returns the memory that a job takes, or will take, while it is decoded, as a number of patches that take
         the same memory."""
-        return self._sizes.in_patches(job.item.modality, job.remaining_cost)
+        return self._sizes.in_patches(job.item.work, job.remaining_cost)
 
     def held_by(self, worker_id: MemberId) -> tuple[int, float]:
         """Returns the number of items that are decoded for a worker, and their memory as a number of patches."""
@@ -241,7 +241,7 @@ class EncodeJobs:
         """Stores a decoded sound from which the device has yet to make units, and drops the bytes of its file."""
         assert job.phase is Phase.DECODING
         assert self.is_live(job)
-        self._sizes.observe(job.item.modality, job.item.cost, waveform.samples.nbytes)
+        self._sizes.observe(job.item.work, job.item.cost, waveform.samples.nbytes)
         with self._changing(job):
             job.phase, job.waveform, job.data = Phase.DECODED, waveform, b""
 
@@ -303,7 +303,7 @@ class EncodeJobs:
         turn_to_worth_s: dict[CallTurn, float] = {}
         for unit in units:
             job = self._hash_to_job[unit.mm_hash]
-            worth_s = self._to_seconds(job.item.modality, job.unit_to_cost[unit.unit])
+            worth_s = self._to_seconds(job.item.work, job.unit_to_cost[unit.unit])
             for turn in {one.turn for one in self.waiters_missing(unit)}:
                 turn_to_worth_s[turn] = turn_to_worth_s.get(turn, 0.0) + worth_s
         for turn, worth_s in turn_to_worth_s.items():
@@ -371,13 +371,13 @@ class EncodeJobs:
                 assert job.forwarding | job.unit_to_input.keys() == job.unit_to_cost.keys()
             totals.count(job, 1)
             for one in job.waiters:
-                call_to_cost.setdefault(one.call, Counter())[job.item.modality] += job.remaining_cost
-                call_to_units.setdefault(one.call, Counter())[job.item.modality] += len(job.unit_to_cost)
+                call_to_cost.setdefault(one.call, Counter())[job.item.work] += job.remaining_cost
+                call_to_units.setdefault(one.call, Counter())[job.item.work] += len(job.unit_to_cost)
                 held = worker_to_held[one.destination.worker_id]
                 held.queued_cost += job.remaining_cost
                 if job.lies_decoded:
                     held.num_decoded += 1
-                    held.modality_to_decoded_cost[job.item.modality] += job.remaining_cost
+                    held.modality_to_decoded_cost[job.item.work] += job.remaining_cost
                 if stage := job.stage:
                     assert self._call_to_waiting[one.call].stage_to_jobs[stage][job] is one
                     queued.add((stage, one.call))
@@ -420,8 +420,8 @@ class EncodeJobs:
             self._hold(waiting.worker_id, job, cost, -1, is_decoded=was_decoded)
             self._hold(waiting.worker_id, job, job.remaining_cost, 1, is_decoded=job.lies_decoded)
             if more_units:
-                waiting.modality_to_cost[job.item.modality] += more_cost
-                waiting.modality_to_units[job.item.modality] += more_units
+                waiting.modality_to_cost[job.item.work] += more_cost
+                waiting.modality_to_units[job.item.work] += more_units
                 self._rank(waiting)
             if new_stage != stage:
                 self._leave_stage(waiting, job, stage)
@@ -436,8 +436,8 @@ class EncodeJobs:
         if waiting is None:
             waiting = self._call_to_waiting[waiter.call] = WaitingCall(waiter.turn, waiter.destination.worker_id)
         waiting.num_waiters += 1
-        waiting.modality_to_cost[job.item.modality] += job.remaining_cost
-        waiting.modality_to_units[job.item.modality] += len(job.unit_to_cost)
+        waiting.modality_to_cost[job.item.work] += job.remaining_cost
+        waiting.modality_to_units[job.item.work] += len(job.unit_to_cost)
         self._hold(waiting.worker_id, job, job.remaining_cost, 1, is_decoded=job.lies_decoded)
         self._rank(waiting)
         self._enter_stage(waiting, job, waiter, job.stage)
@@ -449,8 +449,8 @@ class EncodeJobs:
         self._leave_stage(waiting, job, job.stage)
         self._hold(waiting.worker_id, job, job.remaining_cost, -1, is_decoded=job.lies_decoded)
         waiting.num_waiters -= 1
-        waiting.modality_to_cost[job.item.modality] -= job.remaining_cost
-        waiting.modality_to_units[job.item.modality] -= len(job.unit_to_cost)
+        waiting.modality_to_cost[job.item.work] -= job.remaining_cost
+        waiting.modality_to_units[job.item.work] -= len(job.unit_to_cost)
         if waiting.num_waiters:
             self._rank(waiting)
         else:
@@ -467,7 +467,7 @@ class EncodeJobs:
         held.queued_cost += sign * cost
         if is_decoded:
             held.num_decoded += sign
-            held.modality_to_decoded_cost[job.item.modality] += sign * cost
+            held.modality_to_decoded_cost[job.item.work] += sign * cost
         if not held.queued_cost:
             del self._worker_to_held[worker_id]
 
@@ -568,7 +568,8 @@ class EncodeJobs:
     def _take_inputs(self, job: EncodeJob, inputs: list[EncoderInput]) -> None:
         for unit, one in enumerate(inputs, job.num_decoded):
             # In phase DECODED the size of the waveform stands, because it is larger than the units made from it.
-            if job.phase is Phase.DECODING:
+            # Given features are no decoded inputs: they lie in memory from their arrival on.
+            if job.phase is Phase.DECODING and one.features is None:
                 self._sizes.observe(one.modality, one.num_patches, one.pixels.nbytes)
             if unit in job.unit_to_cost:
                 job.unit_to_input[unit] = one
@@ -591,4 +592,4 @@ def _units_of_job(job: EncodeJob, rank: Rank, worker_id: MemberId) -> Iterator[Q
     for unit in job.unit_to_input:
         place = (job.places[unit], item.index)
         cost, num_tokens = job.unit_to_cost[unit], item.unit_tokens[unit]
-        yield QueuedUnit(rank, UnitKey(item.mm_hash, unit), item.modality, cost, num_tokens, place, worker_id)
+        yield QueuedUnit(rank, UnitKey(item.mm_hash, unit), item.work, cost, num_tokens, place, worker_id)

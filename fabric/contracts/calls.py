@@ -59,10 +59,19 @@ class MediaItem(Wire, frozen=True):
     decode_bytes: int = 0
     """Holds the most bytes of memory that decoding and preprocessing the medium can take, as estimated from its header;
     0 means unknown."""
+    is_given: bool = False
+    """Says that the client has sent the features themselves. The bytes of the medium are then those of its one feature,
+    as an encoder would store it, and no forward pass is needed."""
 
     @property
     def num_tokens(self) -> int:
         return sum(self.unit_tokens)
+
+    @property
+    def work(self) -> str:
+        """Returns the kind of work that the medium is for an encoder: its modality, or a kind of its own for given
+        features. Only work of one kind shares a forward pass, and each kind has its own costs."""
+        return f"given {self.modality}" if self.is_given else self.modality
 
     def unit_keys(self) -> list[UnitKey]:
         return [UnitKey(self.mm_hash, unit) for unit in range(len(self.unit_tokens))]

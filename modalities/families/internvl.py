@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fabric.contracts import ConfigError
+from fabric.contracts import ConfigError, InvalidMedia
 from modalities.checkpoint_files import read_json_if_present
 from modalities.families.tiled.tiled_family import (
     ConfigFiles,
@@ -37,7 +37,7 @@ from modalities.families.tiled.tiled_family import (
     read_pixel_options,
     read_tiled_config,
 )
-from modalities.family import EncoderModel, Family, canonical_options
+from modalities.family import EncoderModel, Family, FeaturesHeader, canonical_options
 from modalities.media import normalise
 from modalities.pixel_options import PixelOptions
 
@@ -155,6 +155,18 @@ class GridOfTiles:
     def limited(self, max_pixels: int) -> GridOfTiles:
         most = max(1, self.min_tiles, max_pixels // self.tile_size**2)
         return dataclasses.replace(self, max_tiles=min(self.max_tiles, most))
+
+    def cut_of_features(self, header: FeaturesHeader) -> Cut:
+        """Returns the tiles that have as many tokens. Raises InvalidMedia if no number of tiles has."""
+        num_tiles = header.num_tokens // self.tokens_per_tile
+        grids = range(self.min_tiles, self.max_tiles + 1)
+        if header.num_tokens % self.tokens_per_tile or num_tiles not in {num + (num > 1) for num in grids}:
+            raise InvalidMedia(
+                f"the features must have {self.tokens_per_tile} tokens for each of {self.min_tiles} to "
+                f"{self.max_tiles} tiles, and as many for the whole picture behind two or more tiles, not "
+                f"{header.num_tokens} tokens"
+            )
+        return Cut(num_tiles, header.num_tokens)
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Returns the (columns, rows) of the grid whose aspect ratio is nearest. Of equally near grids it takes the

@@ -27,7 +27,7 @@ from modalities.families.tiled.tiled_family import (
     read_tiled_config,
     square,
 )
-from modalities.family import EncoderModel, Family, canonical_options
+from modalities.family import EncoderModel, Family, FeaturesHeader, canonical_options
 from modalities.media import normalise
 from modalities.pixel_options import PixelOptions
 
@@ -107,6 +107,10 @@ class CentreCrop:
     def limited(self, max_pixels: int) -> CentreCrop:
         """Returns this tiling, because a picture can't have fewer than one tile."""
         return self
+
+    def cut_of_features(self, header: FeaturesHeader) -> Cut:
+        """Returns the one tile and its tokens."""
+        return Cut(1, self.num_tokens)
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
         """Scales and crops the picture. The result has shape `(1, 3, tile_size, tile_size)`."""

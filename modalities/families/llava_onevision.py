@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from fabric.contracts import ConfigError
+from fabric.contracts import ConfigError, InvalidMedia
 from modalities.families.tiled.tiled_family import (
     ConfigFiles,
     Cut,
@@ -37,7 +37,7 @@ from modalities.families.tiled.tiled_family import (
     read_pixel_options,
     read_tiled_config,
 )
-from modalities.family import EncoderModel, Family, canonical_options
+from modalities.family import EncoderModel, Family, FeaturesHeader, canonical_options
 from modalities.media import normalise
 from modalities.pixel_options import PixelOptions
 
@@ -134,6 +134,12 @@ class AnyResolution:
         num_rows, num_columns = self._shape_of_features(width, height, canvas_height, canvas_width)
         # A newline follows each row of features.
         return Cut(1 + num_tiles, self.patches_per_side**2 + num_rows * (num_columns + 1))
+
+    def cut_of_features(self, header: FeaturesHeader) -> Cut:
+        """Returns the cut of a picture of the size that the client states. Raises InvalidMedia if it states none."""
+        if header.size is None:
+            raise InvalidMedia("this model needs the size of the picture, in pixels (height, width): `image_sizes`")
+        return self.cut(*header.size)
 
     def halved(self, width: int, height: int, times: int) -> Halved:
         """Returns this tiling with a smaller size, for which it then chooses a smaller canvas. Each side is that of the

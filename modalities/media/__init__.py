@@ -3,8 +3,8 @@
 `plugin` defines the interface of a modality and the rules that all formats share; `image`, `video` and `audio`
 implement it and decode. `image_header` reads the size of an ordinary picture without a library's parser, `containers`
 opens the files of videos and sounds and counts their packets, and `mpeg_audio` repairs MP3 files that FFmpeg does not
-take. `frame_sampling` chooses the frames of a video and the rows that remain of them, and `spectrograms` computes
-log-mel spectrograms.
+take. `tensor_file` reads the features of pictures that clients compute. `frame_sampling` chooses the frames of a video
+and the rows that remain of them, and `spectrograms` computes log-mel spectrograms.
 
 The router parses and probes parts through the plugins and calls `plan_media`; the families call the rest from their
 plans and from `preprocess`, which runs in an encoder's decode processes. The folder knows no model: sizes, rates and
@@ -35,6 +35,7 @@ from modalities.media.plugin import (
     MediaLimits,
     ModalityPlugin,
     ReadsFirstBytes,
+    decode_base64,
     decoded_bytes,
     part_url,
     plan_media,
@@ -50,6 +51,7 @@ from modalities.media.spectrograms import (
     mel_filters,
     num_mel_frames,
 )
+from modalities.media.tensor_file import Tensor, features_of, integers_of, num_rows, read_tensors
 from modalities.media.video import VideoPlugin, decode_frames, settled_frames
 
 __all__ = [
@@ -66,25 +68,31 @@ __all__ = [
     "Normalisation",
     "ReadsFirstBytes",
     "Resampling",
+    "Tensor",
     "Timeline",
     "VideoPlugin",
     "VideoRows",
     "channel_values",
+    "decode_base64",
     "decode_frames",
     "decode_image",
     "decode_samples",
     "decode_waveform",
     "decoded_bytes",
     "extent_of",
+    "features_of",
     "fused_channel_values",
+    "integers_of",
     "log_mel",
     "mel_filters",
     "normalise",
     "num_mel_frames",
+    "num_rows",
     "num_samples_at",
     "part_url",
     "plan_media",
     "probe_sound",
+    "read_tensors",
     "sample_frames",
     "settled_frames",
     "step_rows",

@@ -30,11 +30,13 @@ from modalities.family import (
     DEFAULT_OPTIONS,
     AudioHeader,
     Family,
+    FeaturesHeader,
     ImageHeader,
     ItemPlan,
     MediaHeader,
     MediaOptions,
     VideoHeader,
+    plan_medium,
 )
 
 
@@ -155,6 +157,10 @@ def decode_base64(payload: str, param: str, max_bytes: int) -> bytes:
 # ------------------------------------------------------------ from a header to an item
 
 
+GIVEN_FEATURES = "given features"
+"""Stands in the identity of features that a client sends where the processing options of other media stand."""
+
+
 class PlannedMedium(NamedTuple):
     plan: ItemPlan
     item: MediaItem
@@ -163,7 +169,7 @@ class PlannedMedium(NamedTuple):
 def plan_media(
     family: Family,
     data: bytes,
-    header: MediaHeader,
+    header: MediaHeader | FeaturesHeader,
     index: int,
     part: str,
     cache_salt: str = "",
@@ -171,22 +177,24 @@ def plan_media(
     anchor: int = -1,
     digest: bytes | None = None,
 ) -> PlannedMedium:
-    """Returns the plan and the item of a medium. `index` is its position among the request's media, and `part` is its
-    place in the request. `anchor` is the index of the video whose sound track the medium is, and `digest` is the digest
-    of `data` if the caller knows it. The hash covers the bytes, the model, the processing options, the decoded size and
-    the tenant's salt. Raises InvalidMedia (naming the part) if the family refuses the medium."""
+    """Returns the plan and the item of a medium, or of features that a client sends in its place: `data` is then the
+    feature itself. `index` is its position among the request's media, and `part` is its place in the request. `anchor`
+    is the index of the video whose sound track the medium is, and `digest` is the digest of `data` if the caller knows
+    it. The hash covers the bytes, the model, the processing options, the decoded size and the tenant's salt. Raises
+    InvalidMedia (naming the part) if the family refuses the medium."""
     try:
-        plan = family.plan(header, options)
+        plan = plan_medium(family, header, options)
     except InvalidMedia as error:
         raise InvalidMedia(f"{part}: {error.message}", param=part) from error
     if anchor != plan.anchor:
         plan = dataclasses.replace(plan, anchor=anchor)
-    sampled = options.encode()
+    is_given = isinstance(header, FeaturesHeader)
+    sampled = "" if is_given else options.encode()
     identity = mm_hash(
         content_digest(data) if digest is None else digest,
         namespace=family.model_id,
         modality=plan.modality,
-        options=family.options(plan.modality) + sampled,
+        options=GIVEN_FEATURES if is_given else family.options(plan.modality) + sampled,
         geometry=plan.geometry,
         salt=cache_salt,
     )
@@ -202,7 +210,8 @@ def plan_media(
         row_seconds=plan.row_seconds,
         anchor=anchor,
         num_levels=plan.num_levels or family.shape.num_levels,
-        decode_bytes=decode_bytes(header, len(data), plan.cost),
+        decode_bytes=0 if isinstance(header, FeaturesHeader) else decode_bytes(header, len(data), plan.cost),
+        is_given=is_given,
     )
     return PlannedMedium(plan, item)
 
@@ -237,10 +246,11 @@ _SAMPLE_BYTES = 8
 channels and rates are already freed by then."""
 
 
-def decoded_bytes(header: MediaHeader) -> int:
+def decoded_bytes(header: MediaHeader | FeaturesHeader) -> int:
     """Returns the bytes that a medium takes once it is decoded, as its header says: 4 for each pixel of a picture, 4
     for each sample of each channel of a sound, and 3 for each pixel of the frames that a video's decoder keeps, because
-    a video is decoded frame by frame. It is 0 for the media of other plugins, which have limits of their own."""
+    a video is decoded frame by frame. It is 0 for features, which are not decoded, and for the media of other plugins,
+    which have limits of their own."""
     nbytes = 0
     if isinstance(header, ImageHeader):
         nbytes = 4 * header.width * header.height

@@ -26,7 +26,15 @@ from router.api.answer_parts import (
     sse_event,
     usage_sum,
 )
-from router.api.chat_message import PART_TYPE_TO_MODALITY, ChatMessage, MediaPart, Part, TextPart, parts_of
+from router.api.chat_message import (
+    IMAGE_EMBEDS,
+    PART_TYPE_TO_MODALITY,
+    ChatMessage,
+    MediaPart,
+    Part,
+    TextPart,
+    parts_of,
+)
 from router.api.chat_request import (
     ChatRequest,
     check_chat,
@@ -72,6 +80,7 @@ from router.api.transcription_request import Transcription, parse_transcription
 __all__ = [
     "DONE",
     "ERROR_TO_STATUS",
+    "IMAGE_EMBEDS",
     "MAX_BIASED_TOKENS",
     "MAX_JSON_VALUES",
     "PART_TYPE_TO_MODALITY",

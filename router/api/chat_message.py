@@ -34,8 +34,11 @@ class ChatMessage(BaseModel):
     """Holds what an assistant thought before its message; templates decide whether the model sees it again."""
 
 
+IMAGE_EMBEDS = "image_embeds"
+"""Is the type of a part that holds the features of a picture instead of the picture (vLLM's extension)."""
 PART_TYPE_TO_MODALITY = {
     "image_url": "image",
+    IMAGE_EMBEDS: "image",
     "input_audio": "audio",
     "audio_url": "audio",
     "video_url": "video",
@@ -117,7 +120,7 @@ def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
         return "auto"
     if found not in ("low", "high"):
         raise InvalidRequest(f"`detail` must be `auto`, `low` or `high`, not {shown(found)}", param=path)
-    if found == "low" and PART_TYPE_TO_MODALITY.get(kind) != "image":
+    if found == "low" and (PART_TYPE_TO_MODALITY.get(kind) != "image" or kind == IMAGE_EMBEDS):
         raise InvalidRequest(f"only pictures have a `low` detail; a `{kind}` part takes `auto` or `high`", param=path)
     return "low" if found == "low" else "high"
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import NamedTuple
 
-from modalities.family import MediaHeader
+from modalities.family import FeaturesHeader, MediaHeader
 
 
 class NamedFile(NamedTuple):
-    """A `NamedFile` is the encoded file of one medium, with what was found out about it at once."""
+    """A `NamedFile` is the encoded file of one medium, or the features that a client has sent in its place, with what
+    was found out about it at once."""
 
     data: bytes
     digest: bytes
-    header: MediaHeader | None
+    header: MediaHeader | FeaturesHeader | None
     """This is the header if the first bytes of the file say it, otherwise None."""
 
 

@@ -58,6 +58,7 @@ from router.prompt.generation_options import (
     structure_field,
     too_slow,
 )
+from router.prompt.given_features import FeatureReader
 from router.prompt.named_media import NamedMedia
 from router.prompt.request_media import (
     NOTHING_LOST,
@@ -66,6 +67,7 @@ from router.prompt.request_media import (
     Losses,
     MediaPlanner,
     MediaReader,
+    MediaSources,
     PlannedItem,
     ProbedMedium,
     Prober,
@@ -212,8 +214,11 @@ class PromptBuilder:
             registry,
             prober,
             self._in_media_thread,
-            self._url_media,
-            NamedMedia(config.named_media_bytes),
+            MediaSources(
+                self._url_media,
+                NamedMedia(config.named_media_bytes),
+                FeatureReader(family, config.feature_dtype, is_enabled=config.takes_image_embeds),
+            ),
         )
         self._planner = MediaPlanner(family)
         self._formats = AnswerFormats(codec, config.tool_format, config.reads_reasoning)

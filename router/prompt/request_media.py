@@ -20,11 +20,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 from fabric.contracts import InvalidMedia, InvalidRequest, MediaItem, UnsupportedModality, content_digest
-from modalities.family import DEFAULT_OPTIONS, AudioHeader, Family, ItemPlan, MediaHeader, MediaOptions, VideoHeader
+from modalities.family import (
+    DEFAULT_OPTIONS,
+    AudioHeader,
+    Family,
+    FeaturesHeader,
+    ImageHeader,
+    ItemPlan,
+    MediaHeader,
+    MediaOptions,
+    VideoHeader,
+    plan_medium,
+)
 from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, decoded_bytes, plan_media
 from modalities.registry import Registry
-from router.api import PART_TYPE_TO_MODALITY, MediaPart, shown
+from router.api import IMAGE_EMBEDS, PART_TYPE_TO_MODALITY, MediaPart, shown
 from router.fetch import FetchedFile
+from router.prompt.given_features import FeatureReader
 from router.prompt.named_media import NamedFile, NamedMedia
 from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 
@@ -40,6 +52,17 @@ SOUND = "audio"
 LOW_DETAIL_PIXELS = 512 * 512
 """Limits the pixels that the model looks at of a picture with `detail: low`; it is the size that OpenAI's documentation
 names."""
+
+
+class MediaSources(NamedTuple):
+    """Holds what reads media that a request does not contain as files."""
+
+    url_media: UrlMedia | None = None
+    """Fetches; without it, only `data:` URLs are taken."""
+    named_media: NamedMedia | None = None
+    """Keeps media to which clients gave names; without it, none are kept."""
+    features: FeatureReader | None = None
+    """Reads features that clients send in place of pictures; without it, none are taken."""
 
 
 class MediaReader:
@@ -59,19 +82,19 @@ class MediaReader:
         registry: Registry,
         prober: Prober,
         in_thread: InThread,
-        url_media: UrlMedia | None = None,
-        named_media: NamedMedia | None = None,
+        sources: MediaSources | None = None,
     ) -> None:
-        """`url_media` fetches; without it, only `data:` URLs are taken. `named_media` keeps media to which clients gave
-        names."""
+        """Without `sources`, only media in `data:` URLs and the like are taken."""
+        sources = sources or MediaSources()
         self.max_items = max_items
         self._model_name = model_name
         self._limits = limits
         self._registry = registry
         self._prober = prober
         self._in_thread = in_thread
-        self._url_media = url_media or UrlMedia()
-        self._named_media = named_media or NamedMedia(0)
+        self._url_media = sources.url_media or UrlMedia()
+        self._named_media = sources.named_media or NamedMedia(0)
+        self._features = sources.features
 
     async def read(
         self,
@@ -94,7 +117,7 @@ class MediaReader:
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
             if part.uuid and part.has_content:
-                self._named_media.keep(salt, plugin.modality, part.uuid, file)
+                self._named_media.keep(salt, _kind(part, plugin), part.uuid, file)
             num_bytes += decoded_bytes(medium.header)
             self._check_decoded(num_bytes, part.param)
             media.append(medium._replace(sound=self._sound(medium) if has_sound_tracks else None))
@@ -113,6 +136,8 @@ class MediaReader:
         """Returns the plugin for a part. Raises UnsupportedModality if the model does not take the part's modality, and
         InvalidRequest for an unknown part type."""
         plugin = self._registry.modality_of_part(part.part_type)
+        if part.part_type == IMAGE_EMBEDS and self._registry.has_modality(IMAGE):
+            plugin = self._registry.modality(IMAGE)
         if plugin is None and part.part_type not in PART_TYPE_TO_MODALITY:
             raise InvalidRequest(f"the content part type {shown(part.part_type)} is unknown", param=part.param)
         if plugin is None or self.max_items.get(plugin.modality, 0) < 1:
@@ -130,6 +155,9 @@ class MediaReader:
 
     def _check_types(self, parts: Sequence[MediaPart]) -> list[ModalityPlugin]:
         plugins = [self.plugin_of(part) for part in parts]
+        for part in parts:
+            if part.part_type == IMAGE_EMBEDS:
+                self._feature_reader(part).check(part)
         self._check_counts([(part.param, plugin.modality) for part, plugin in zip(parts, plugins, strict=True)])
         return plugins
 
@@ -144,6 +172,11 @@ class MediaReader:
                 tracks = ", the sound tracks of videos included" if probed else ""
                 message = f"a request may have at most {most} {modality} {'item' if most == 1 else 'items'}{tracks}"
                 raise InvalidRequest(message, param=part)
+
+    def _feature_reader(self, part: MediaPart) -> FeatureReader:
+        if self._features is None:
+            raise UnsupportedModality("this server takes no features as input", param=part.param)
+        return self._features
 
     # ------------------------------------------------------------ headers
 
@@ -166,16 +199,19 @@ class MediaReader:
     def _kept(self, part: MediaPart, plugin: ModalityPlugin, salt: str) -> NamedFile:
         """Returns the file that an earlier request has sent under the part's name. Raises InvalidRequest if it is not
         kept (any more)."""
-        file = self._named_media.find(salt, plugin.modality, part.uuid)
+        file = self._named_media.find(salt, _kind(part, plugin), part.uuid)
         if file is None:
             message = f"the `uuid` {shown(part.uuid)} names no medium that this router keeps; send its content with it"
             raise InvalidRequest(message, param=part.param)
         return file
 
     def _parse(self, wanted: Sequence[tuple[MediaPart, ModalityPlugin]]) -> dict[str, NamedFile]:
-        """Returns the files that parts contain, by part."""
+        """Returns the files, and the features, that parts contain, by part."""
         files: dict[str, NamedFile] = {}
         for part, plugin in wanted:
+            if part.part_type == IMAGE_EMBEDS:
+                files[part.param] = self._feature_reader(part).read(part, self._limits)
+                continue
             data = plugin.parse(part.fields, part.param, self._limits)
             files[part.param] = NamedFile(data, content_digest(data), _first_header(plugin, data))
         return files
@@ -191,13 +227,15 @@ class MediaReader:
     async def _probe(self, part: MediaPart, plugin: ModalityPlugin, file: NamedFile) -> ProbedMedium:
         clock = asyncio.get_running_loop()
         started_s = clock.time()
+        header: MediaHeader | FeaturesHeader
         if file.header is not None:
             header = file.header
         elif plugin.needs_process:
             header = await self._prober.probe(plugin.modality, file.data, part.param)
         else:
             header = await self._in_thread(plugin.probe, file.data, part.param)
-        plugin.validate(header, self._limits, part.param)
+        if not isinstance(header, FeaturesHeader):  # Features were checked when they were read.
+            plugin.validate(header, self._limits, part.param)
         probe_s = clock.time() - started_s
         most = LOW_DETAIL_PIXELS if part.detail == "low" else 0
         return ProbedMedium(part.param, plugin.modality, file.data, file.digest, header, None, probe_s, most)
@@ -225,10 +263,10 @@ class ProbedMedium(NamedTuple):
     """This is the path of the part in the request, such as `messages.0.content.1`."""
     modality: str
     data: bytes
-    """Holds the encoded file."""
+    """Holds the encoded file, or the features that were sent in its place."""
     digest: bytes
     """This is the digest of `data`, which is hashed once, however often the item is planned."""
-    header: MediaHeader
+    header: MediaHeader | FeaturesHeader
     sound: AudioHeader | None
     """This is the sound track of a video, if the model is to get it."""
     probe_s: float
@@ -240,7 +278,7 @@ class ProbedMedium(NamedTuple):
     def limited_to(self, min_pixels: int | None, max_pixels: int | None) -> ProbedMedium:
         """Returns the medium with a number of pixels between the two, as far as they are given, if it is a picture. A
         lower limit that the medium already has, such as that of a low detail, prevails."""
-        if self.modality != IMAGE:
+        if not isinstance(self.header, ImageHeader):
             return self
         most = min((each for each in (self.max_pixels, max_pixels) if each), default=0)
         least = min((each for each in (min_pixels, most) if each), default=0) if min_pixels else 0
@@ -255,6 +293,11 @@ def media_seconds(media: Sequence[ProbedMedium]) -> dict[str, float]:
         if isinstance(medium.header, AudioHeader | VideoHeader):
             seconds[medium.modality] = seconds.get(medium.modality, 0.0) + medium.header.seconds
     return seconds
+
+
+def _kind(part: MediaPart, plugin: ModalityPlugin) -> str:
+    """Returns the kind of media that share names: the features of a picture are no picture."""
+    return IMAGE_EMBEDS if part.part_type == IMAGE_EMBEDS else plugin.modality
 
 
 def _first_header(plugin: ModalityPlugin, data: bytes) -> MediaHeader | None:
@@ -367,7 +410,7 @@ class MediaPlanner:
 
     def _plan(self, wanted: _Wanted) -> ItemPlan:
         try:
-            return self._family.plan(wanted.header, wanted.options)
+            return plan_medium(self._family, wanted.header, wanted.options)
         except InvalidMedia as error:
             raise InvalidMedia(f"{wanted.medium.part}: {error.message}", param=wanted.medium.part) from error
 
@@ -398,7 +441,7 @@ class _Wanted(NamedTuple):
 
     medium: ProbedMedium
     modality: str
-    header: MediaHeader
+    header: MediaHeader | FeaturesHeader
     options: MediaOptions
     anchor: int
 

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, NoReturn
 
+import msgspec
+
 from fabric.contracts import (
     AbortAttempt,
     Aborted,
@@ -125,7 +127,7 @@ class EncodeDispatcher:
             self._give_up(items, error)
         plan, modality = self._dispatch.plan, modality_class(item.modality for item in self._prompt.media)
         self._trace.add_answer(plan.attempt_id.attempt, host, sent_at_s, result)
-        self._context.cluster.observe_encode(plan, result, self._context.clock.now())
+        self._context.cluster.observe_encode(plan, self._encoded(result), self._context.clock.now())
         self._context.metrics.observe_stages(modality, item_stages(plan, result))
         self.encoder_s += sum(self._share_s(item) for item in result.items)
         failed: dict[int, WeftError] = {}
@@ -142,6 +144,11 @@ class EncodeDispatcher:
             self._give_up(refused or list(failed), failed[refused[0] if refused else min(failed)])
         for failure, moved in code_to_moved.values():
             self._encoder_failed(encoder_id, moved, failure)
+
+    def _encoded(self, result: EncodeResult) -> EncodeResult:
+        """Returns the result without features that the client has sent, from which no cost of encoding is learned."""
+        encoded = tuple(each for each in result.items if not self._prompt.media[each.index].is_given)
+        return msgspec.structs.replace(result, items=encoded)
 
     def needed(self, message: FeatureNeeded) -> None:
         """Requests encodings of units that the worker turns out to lack. If the reason is `not_covered` or `lost`,

@@ -26,7 +26,7 @@ from PIL import Image
 
 from fabric.contracts import ConfigError, InvalidMedia, MediaItem
 from modalities.checkpoint_files import read_image_processor, read_video_processor
-from modalities.family import DEFAULT_OPTIONS, EncoderInput, ImageHeader, MediaOptions, VideoHeader
+from modalities.family import DEFAULT_OPTIONS, EncoderInput, FeaturesHeader, ImageHeader, MediaOptions, VideoHeader
 from modalities.media import (
     Normalisation,
     Timeline,
@@ -68,6 +68,28 @@ def image_grid(
     if height == 0 or width == 0:
         raise InvalidMedia(f"a picture of {header.width}x{header.height} pixels is too small for the model")
     return 1, height // options.patch_size, width // options.patch_size
+
+
+def check_given_grid(header: FeaturesHeader, options: ImageOptions) -> None:
+    """Raises InvalidMedia unless features that a client sends state a grid, it is one of a picture that the model
+    takes, and it has as many tokens as the features."""
+    if header.grid is None:
+        raise InvalidMedia("this model needs the grid of the picture, in patches (1, height, width): `image_grid_thw`")
+    steps, rows, columns = header.grid
+    merge, most = options.merge_size, options.max_pixels // options.patch_size**2
+    is_whole = min(rows, columns) >= merge and rows % merge == columns % merge == 0
+    if steps != 1 or not is_whole or max(rows, columns) > _MAX_ASPECT_RATIO * min(rows, columns):
+        raise InvalidMedia(
+            f"`image_grid_thw` must be 1 and two multiples of {merge}, neither of them more than {_MAX_ASPECT_RATIO} "
+            f"times the other, not {list(header.grid)}"
+        )
+    if rows * columns > most:
+        raise InvalidMedia(f"`image_grid_thw` has {rows * columns} patches, but the model takes at most {most}")
+    if (num_tokens := rows * columns // merge**2) != header.num_tokens:
+        raise InvalidMedia(
+            f"a picture with the grid {list(header.grid)} has {num_tokens} tokens, but the features have "
+            f"{header.num_tokens}"
+        )
 
 
 _MAX_ASPECT_RATIO = 200

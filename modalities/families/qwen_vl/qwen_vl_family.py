@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from fabric.contracts import InvalidMedia, MediaItem, PlaceholderRange
 from modalities.families.audio_towers.sound_plans import SoundHalf
 from modalities.families.qwen_vl.layout import AUDIO, IMAGE, VIDEO, Layout, read_config
-from modalities.families.qwen_vl.patches import cut_video, image_grid, image_patches, step_times_s
+from modalities.families.qwen_vl.patches import (
+    check_given_grid,
+    cut_video,
+    image_grid,
+    image_patches,
+    step_times_s,
+)
 from modalities.families.qwen_vl.prompt_layout import audio_block, image_block, pieces, prompt_positions, video_block
 from modalities.family import (
     DEFAULT_OPTIONS,
@@ -22,6 +28,7 @@ from modalities.family import (
     EncoderInput,
     EncoderModel,
     ExpandedPrompt,
+    FeaturesHeader,
     ImageHeader,
     ItemPlan,
     LanguageModel,
@@ -70,6 +77,15 @@ class QwenVLFamily:
         if isinstance(header, VideoHeader):
             return self._plan_video(header, options)
         return self._plan_sound(header)
+
+    def plan_features(self, header: FeaturesHeader) -> ItemPlan:
+        """Plans the features of a picture. Raises InvalidMedia if they have no grid, or none that a picture of this
+        model has."""
+        check_modality(self, IMAGE)
+        check_given_grid(header, self.config.image)
+        assert header.grid is not None
+        geometry = (self.shape.num_levels, header.num_tokens, self.shape.hidden_size, *header.grid)
+        return ItemPlan(IMAGE, header.grid, (header.num_tokens,), 1, geometry)
 
     def placeholder_text(self, modality: str) -> str:
         """Returns the text of the modality's placeholder. Raises UnsupportedModality."""

@@ -30,6 +30,7 @@ from modalities.family import (
     EncoderModel,
     ExpandedPrompt,
     FeatureRows,
+    FeaturesHeader,
     ImageHeader,
     ItemPlan,
     LanguageModel,
@@ -100,6 +101,15 @@ class TiledFamily:
         side = self.config.patches_per_side
         cost = cut.num_tiles * side * side
         return ItemPlan(_IMAGE, (cut.num_tiles, side, side), (cut.num_tokens,), cost, size)
+
+    def plan_features(self, header: FeaturesHeader) -> ItemPlan:
+        """Plans the features of a picture. Raises InvalidMedia if no picture has them."""
+        num_tiles, num_tokens = self.tiling.cut_of_features(header)
+        if num_tokens != header.num_tokens:
+            raise InvalidMedia(f"such a picture has {num_tokens} tokens, but the features have {header.num_tokens}")
+        side = self.config.patches_per_side
+        geometry = (self.shape.num_levels, num_tokens, self.shape.hidden_size, *(header.size or ()))
+        return ItemPlan(_IMAGE, (num_tiles, side, side), (num_tokens,), 1, geometry)
 
     def placeholder_text(self, modality: str) -> str:
         """Returns the placeholder of one item. Raises UnsupportedModality for a modality that the family does not
@@ -203,6 +213,12 @@ class Tiling(Protocol):
     def cut(self, width: int, height: int) -> Cut:
         """Returns the number of tiles and tokens, from the size alone. Raises InvalidMedia for a size that the model
         can't take."""
+        ...
+
+    def cut_of_features(self, header: FeaturesHeader) -> Cut:
+        """Returns the tiles and tokens of a picture whose features a client sends. The number of tokens differs from
+        the header's if the features are those of no picture. Raises InvalidMedia if the header lacks the size that they
+        follow from, or if no picture has as many tokens."""
         ...
 
     def tiles(self, image: Image.Image) -> npt.NDArray[np.float32]:
