@@ -29,7 +29,7 @@ class ModelSection(Section):
     """Names a transformers model directory; None means the demo model."""
     name: str | None = None
     """Clients use this name for the model; it defaults to the directory's name."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = default_of(RouterConfig, "feature_dtype")
     """Sets the dtype of weights, KV pages and features. `auto` means the checkpoint's own dtype, or float32 if
     everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
     tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = default_of(RouterConfig, "tool_format")

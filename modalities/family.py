@@ -418,6 +418,10 @@ class TakesFeatures(Protocol):
         the model takes has these features."""
         ...
 
+    def least_features(self) -> FeaturesHeader:
+        """Returns the header of a picture with few tokens that `plan_features` takes, for examples."""
+        ...
+
 
 @runtime_checkable
 class MelOnDevice(Protocol):

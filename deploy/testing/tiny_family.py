@@ -6,6 +6,7 @@ torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,12 +14,13 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from fabric.contracts import ConfigError, MediaItem, PlaceholderRange
+from fabric.contracts import ConfigError, InvalidMedia, MediaItem, PlaceholderRange
 from modalities.family import (
     DEFAULT_OPTIONS,
     EncoderInput,
     EncoderModel,
     ExpandedPrompt,
+    FeaturesHeader,
     ImageHeader,
     ItemPlan,
     LanguageModel,
@@ -54,8 +56,8 @@ def tiny_codec(template: str = TEMPLATE) -> TextCodec:
 
 
 class TinyFamily:
-    """A `TinyFamily` takes images and plans one row of features per 32 x 32 pixels. It has no weights, so it can be
-    planned with, but not loaded. Subclass it to plan media of your own."""
+    """A `TinyFamily` takes images, or their features, and plans one row of features per 32 x 32 pixels. It has no
+    weights, so it can be planned with, but not loaded. Subclass it to plan media of your own."""
 
     name = "tiny"
     model_id = "tiny-0"
@@ -77,6 +79,17 @@ class TinyFamily:
         grid = (1, -(-header.height // 32), -(-header.width // 32))
         rows = grid[1] * grid[2]
         return ItemPlan("image", grid, (rows,), rows * 4, (header.width, header.height))
+
+    def plan_features(self, header: FeaturesHeader) -> ItemPlan:
+        """Plans the features of a picture. Raises InvalidMedia if they have a grid that is not theirs, or more than 64
+        tokens."""
+        grid = header.grid or (1, 1, header.num_tokens)
+        if math.prod(grid) != header.num_tokens or header.num_tokens > 64:
+            raise InvalidMedia(f"the grid {grid} must have {header.num_tokens} patches, and at most 64")
+        return ItemPlan("image", grid, (header.num_tokens,), 1, (header.num_tokens, *grid))
+
+    def least_features(self) -> FeaturesHeader:
+        return FeaturesHeader(1)
 
     def placeholder_text(self, modality: str) -> str:
         return "<|image|>"

@@ -23,7 +23,7 @@ LOGPROBS = "message.output_text.logprobs"
 """Asks for log-probabilities, as an element of `include`."""
 _STATEFUL = ("previous_response_id", "conversation", "prompt")
 _TEXT_TYPES = ("input_text", "output_text", "text")
-_CHAT_PART_TYPES = ("image_url", "video_url", "audio_url", "input_audio", "file")
+_CHAT_PART_TYPES = ("image_url", "image_embeds", "video_url", "audio_url", "input_audio", "file")
 
 
 class _LooseOptions(BaseModel):

@@ -8,7 +8,8 @@ and its schemas to the fitting module. The folder knows nothing of how requests 
 """
 
 from router.api_document.api_page import document_page
+from router.api_document.examples import SampleFeatures
 from router.api_document.operations import ServedApi
 from router.api_document.whole_document import api_document
 
-__all__ = ["ServedApi", "api_document", "document_page"]
+__all__ = ["SampleFeatures", "ServedApi", "api_document", "document_page"]

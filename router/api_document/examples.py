@@ -11,6 +11,9 @@ import zlib
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import numpy as np
+from safetensors.numpy import save
+
 Body = dict[str, Any]
 
 
@@ -34,7 +37,22 @@ SHAPE_SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "gre
 SHORT: Body = {"max_tokens": 64, "temperature": 0}
 
 
-def chat_examples(model: str, modalities: Collection[str]) -> list[Example]:
+class SampleFeatures(NamedTuple):
+    """A `SampleFeatures` describes features of a picture that the served model takes."""
+
+    num_tokens: int
+    width: int
+    """Counts the numbers of each token."""
+    grid: tuple[int, int, int] | None = None
+    size: tuple[int, int] | None = None
+    """Holds (width, height) of the picture."""
+
+
+MAX_FEATURE_BYTES = 16 * 1024
+"""Larger features have no example: the document holds each example in full."""
+
+
+def chat_examples(model: str, modalities: Collection[str], features: SampleFeatures | None = None) -> list[Example]:
     """Returns examples of `/v1/chat/completions`."""
     hello = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], **SHORT}
     usage = {"stream": True, "stream_options": {"include_usage": True}}
@@ -51,6 +69,10 @@ def chat_examples(model: str, modalities: Collection[str]) -> list[Example]:
             content = [{"type": "text", "text": "What is this?"}, MODALITY_TO_PART[modality]]
             body = hello | {"messages": [{"role": "user", "content": content}]}
             examples.append(Example(modality, f"A question about {MODALITY_TO_NOUN[modality]}", body))
+    if features is not None and 2 * features.num_tokens * features.width <= MAX_FEATURE_BYTES:
+        content = [{"type": "text", "text": "What is this?"}, features_part(features)]
+        body = hello | {"messages": [{"role": "user", "content": content}]}
+        examples.append(Example("image_embeds", "A question about a picture whose features the client has", body))
     return examples
 
 
@@ -129,6 +151,17 @@ def silence(seconds: float = 0.1, rate: int = 8000) -> bytes:
     form = struct.pack("<4sIHHIIHH", b"fmt ", 16, 1, 1, rate, rate, 1, 8)
     body = b"WAVE" + form + struct.pack("<4sI", b"data", len(samples)) + samples
     return struct.pack("<4sI", b"RIFF", len(body)) + body
+
+
+def features_part(features: SampleFeatures) -> Body:
+    """Returns a part with features that are all zero, as float16 in the safetensors format."""
+    rows = np.zeros((features.num_tokens, features.width), np.float16)
+    value: Body = {"image_embeds": base64.b64encode(save({"image_embeds": rows})).decode()}
+    if features.grid is not None:
+        value["image_grid_thw"] = list(features.grid)
+    if features.size is not None:
+        value["image_sizes"] = [features.size[1], features.size[0]]
+    return {"type": "image_embeds", "image_embeds": value}
 
 
 PICTURE = "data:image/png;base64," + base64.b64encode(plain_picture()).decode()

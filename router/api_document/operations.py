@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 from fabric.contracts import InvalidRequest, ModelNotFound
 from router.api_document.examples import (
     Example,
+    SampleFeatures,
     chat_examples,
     completion_examples,
     detokenize_examples,
@@ -41,6 +42,8 @@ class ServedApi(NamedTuple):
     has_embeddings: bool
     asks_for_keys: bool
     version: str
+    features: SampleFeatures | None = None
+    """Describes features of a picture that the server takes; it is None if it takes none."""
 
 
 class Operation(NamedTuple):
@@ -106,7 +109,7 @@ def _generation(served: ServedApi) -> list[Operation]:
             GENERATION,
             {JSON_TYPE: "ChatCompletion"},
             "ChatRequest",
-            chat_examples(model, modalities),
+            chat_examples(model, modalities, served.features),
             events="ChatCompletionEvent",
             headers=MADE_HEADERS,
         ),

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.api import (
+    IMAGE_EMBEDS,
     PART_TYPE_TO_MODALITY,
     ChatMessage,
     ChatRequest,
@@ -88,12 +89,12 @@ UUID: Schema = {
 MODALITY_TO_NOUN = {"image": "picture", "audio": "sound", "video": "video"}
 
 
-def request_schemas(modalities: Collection[str]) -> dict[str, Schema]:
+def request_schemas(modalities: Collection[str], *, takes_features: bool = False) -> dict[str, Schema]:
     """Returns the schemas of all requests and of what they consist of, by name. Contents of messages have only parts
-    of the `modalities` that are served."""
+    of the `modalities` that are served, and features of pictures only if they are taken."""
     _, made = models_json_schema([(model, "validation") for model in MODELS], ref_template=REF + "{model}")
     schemas: dict[str, Schema] = {name: _tidied(schema) for name, schema in made["$defs"].items()}
-    parts = part_schemas(modalities)
+    parts = part_schemas(modalities, takes_features=takes_features)
     content = [{"type": "string"}, {"type": "array", "minItems": 1, "items": any_of(parts)}, {"type": "null"}]
     described = "A text, or the parts of which the message consists; only an assistant's message may have none."
     schemas[ChatMessage.__name__]["properties"]["content"] = {"anyOf": content, "description": described}
@@ -165,24 +166,40 @@ def _refine(schemas: dict[str, Schema]) -> None:
 # ------------------------------------------------------------ the content of messages
 
 
-def part_schemas(modalities: Collection[str]) -> dict[str, Schema]:
+def part_schemas(modalities: Collection[str], *, takes_features: bool) -> dict[str, Schema]:
     """Returns the schemas of the parts of a message's content, by name."""
     schemas = {
         "TextPart": _part("text", {"text": {"type": "string"}}, "A text."),
         "RefusalPart": _part("refusal", {"refusal": {"type": "string"}}, "An assistant's refusal."),
     }
     for part_type, modality in PART_TYPE_TO_MODALITY.items():
-        if modality in modalities and part_type != "input_audio":
+        if modality in modalities and part_type not in ("input_audio", IMAGE_EMBEDS):
             noun = MODALITY_TO_NOUN.get(modality, modality)
             schemas[f"{modality.capitalize()}Part"] = _part(part_type, {part_type: _source(modality)}, f"A {noun}.")
     if "audio" in modalities:
         sound = {"data": {"type": "string", "description": "base64"}, "format": {"type": "string"}}
         content = {"type": ["object", "null"], "properties": sound}
         schemas["InputAudioPart"] = _part("input_audio", {"input_audio": content}, "A sound, as base64.")
+    if takes_features:
+        schemas["ImageEmbedsPart"] = _features_part()
     file = {name: {"type": ["string", "null"]} for name in ("file_data", "file_url", "filename")}
     described = "A text file, or a medium that the model takes, with its content in a `data:` URL."
     schemas["FilePart"] = _part("file", {"file": {"type": "object", "properties": file}}, described)
     return schemas
+
+
+def _features_part() -> Schema:
+    tensor = {"type": ["string", "null"], "description": "A file in the safetensors format, as base64."}
+    numbers: Schema = {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "array"}]}}
+    fields = {"uuid": UUID, IMAGE_EMBEDS: tensor}
+    for name, meaning in (
+        ("image_grid_thw", "Holds (1, height, width) in patches, for models that place tokens by them."),
+        ("image_sizes", "Holds (height, width) in pixels, for models whose number of tokens follows from them."),
+    ):
+        fields[name] = {"anyOf": [tensor, numbers], "description": meaning}
+    content = {"anyOf": [tensor, {"type": "object", "properties": fields, "additionalProperties": False}]}
+    described = "The features of a picture, computed elsewhere: a tensor of the shape (tokens, width)."
+    return _part(IMAGE_EMBEDS, {IMAGE_EMBEDS: content}, described)
 
 
 def _source(modality: str) -> Schema:

@@ -43,7 +43,8 @@ def api_document(served: ServedApi) -> dict[str, Any]:
     shared = SharedResponses()
     for operation in operations(served):
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation, shared)
-    schemas = request_schemas(served.modalities) | answer_schemas() | chunk_schemas() | {"OpenApiDocument": OPEN}
+    requests = request_schemas(served.modalities, takes_features=served.features is not None)
+    schemas = requests | answer_schemas() | chunk_schemas() | {"OpenApiDocument": OPEN}
     about = ABOUT.format(model=served.model_name)
     document: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -14,7 +14,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from router.api_document import ServedApi, api_document, document_page
+from modalities.family import TakesFeatures
+from router.api_document import SampleFeatures, ServedApi, api_document, document_page
 from router.edge.access import request_label
 from router.edge.request_pages import PAGE_HEADERS
 from router.service import RouterService
@@ -36,7 +37,19 @@ class DocumentEdge:
                 has_embeddings=config.embeddings != "off",
                 asks_for_keys=self._service.keys.asks_for_keys,
                 version=metadata.version("weft"),
+                features=self._features(),
             )
+        )
+
+    def _features(self) -> SampleFeatures | None:
+        """Returns features that the server takes in place of a picture, or None if it takes none."""
+        family = self._service.family
+        is_taken = self._service.config.takes_image_embeds and "image" in self._service.modalities
+        if not is_taken or not isinstance(family, TakesFeatures):
+            return None
+        least = family.least_features()
+        return SampleFeatures(
+            least.num_tokens, family.shape.num_levels * family.shape.hidden_size, least.grid, least.size
         )
 
     @cached_property

@@ -87,6 +87,11 @@ class QwenVLFamily:
         geometry = (self.shape.num_levels, header.num_tokens, self.shape.hidden_size, *header.grid)
         return ItemPlan(IMAGE, header.grid, (header.num_tokens,), 1, geometry)
 
+    def least_features(self) -> FeaturesHeader:
+        """Returns the header of a picture of one token."""
+        side = self.config.image.merge_size
+        return FeaturesHeader(1, grid=(1, side, side))
+
     def placeholder_text(self, modality: str) -> str:
         """Returns the text of the modality's placeholder. Raises UnsupportedModality."""
         check_modality(self, modality)

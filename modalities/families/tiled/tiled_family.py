@@ -111,6 +111,11 @@ class TiledFamily:
         geometry = (self.shape.num_levels, num_tokens, self.shape.hidden_size, *(header.size or ()))
         return ItemPlan(_IMAGE, (num_tiles, side, side), (num_tokens,), 1, geometry)
 
+    def least_features(self) -> FeaturesHeader:
+        """Returns the header of a picture of the size of one tile."""
+        side = self.config.tile_size
+        return FeaturesHeader(self.tiling.cut(side, side).num_tokens, size=(side, side))
+
     def placeholder_text(self, modality: str) -> str:
         """Returns the placeholder of one item. Raises UnsupportedModality for a modality that the family does not
         take."""

@@ -36,8 +36,9 @@ async def description_of(client: httpx.AsyncClient) -> Description:
 
 
 async def test_every_example_is_answered_as_the_document_says() -> None:
-    async with served(embeddings="last") as (_, client):
+    async with served(embeddings="last", takes_image_embeds=True) as (_, client):
         description = await description_of(client)
+        assert "image_embeds" in {name for _, name, _ in description.examples()}
         sent = {path for path, _, _ in description.examples()}
         posted = {path for path, methods in description.document["paths"].items() if "post" in methods}
         assert sent == posted - {"/v1/audio/transcriptions"}  # A form has no example; its file would be in it.
@@ -195,6 +196,8 @@ async def test_only_what_is_served_is_described() -> None:
         schemas = description.document["components"]["schemas"]
         assert "ImagePart" in schemas
         assert "VideoPart" not in schemas
+        assert "ImageEmbedsPart" not in schemas
+        assert schemas["ImagePart"]["properties"]["type"] == {"const": "image_url"}
         assert "InputAudioPart" not in schemas
         assert not any(path == "/v1/embeddings" for path, _, _ in description.examples())
         assert "security" not in description.document
