@@ -70,6 +70,9 @@ def test_every_limit_is_listed_with_its_effective_value() -> None:
     assert rows["media.max_audio_bytes"] == "26,214,400 (25 MiB)"
     assert rows["media.max_audio_seconds"] == "600"
     assert rows["media.limit_mm_per_prompt"] == "image: 3"
+    assert rows["media.image_embeds"] == "refused"
+    with_features = ClusterConfig.model_validate({"media": {"image_embeds": True}})
+    assert dict(limit_rows(with_features))["media.image_embeds"] == "taken"
     assert rows["router.max_num_choices"] == "8"
     assert rows["tenants.shop.requests_per_minute"] == "90"
     assert {f"limits.{key}" for key in type(config.limits).model_fields} < set(rows)
