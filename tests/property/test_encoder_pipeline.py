@@ -71,6 +71,7 @@ ARENA_BYTES = 1200
 KINDS: dict[str, tuple[int, tuple[int, ...]]] = {
     "small": (4, (2,)),
     "wide": (16, (12,)),
+    "given": (1, (6,)),  # its features come from the client
     "dear": (25, (2,)),  # its cost is high for few rows
     "film": (24, (4, 4, 4, 4, 4, 4)),  # the arena never holds all of it at once
     "clip": (9, (3, 2, 4)),
@@ -145,7 +146,9 @@ class PipelineMachine(RuleBasedStateMachine):
             part = f"part.{self.num_calls}.{index}"
             modality = "audio" if kind in SOUNDS else "video" if len(units) > 1 else "image"
             item = MediaItem(index, modality, MmHash(f"{kind}-{number}"), (1, 1, cost), units, cost, part)
-            items.append(msgspec.structs.replace(item, decode_bytes=MODALITY_TO_DECODE_BYTES[modality]))
+            is_given = kind == "given"
+            decode_bytes = 0 if is_given else MODALITY_TO_DECODE_BYTES[modality]
+            items.append(msgspec.structs.replace(item, decode_bytes=decode_bytes, is_given=is_given))
         request = EncodeRequest(
             request_id=RequestId(f"req-{self.num_calls}"),
             attempt=0,

@@ -28,7 +28,8 @@ class OpenDecode:
 
     def inputs(self, number: int) -> list[EncoderInput]:
         self.num_given += number
-        return [EncoderInput(self.item.modality, np.zeros((1, 1), np.float32), self.item.grid) for _ in range(number)]
+        pixels, features = np.zeros((1, 1), np.float32), np.zeros(1, np.uint8) if self.item.is_given else None
+        return [EncoderInput(self.item.work, pixels, self.item.grid, features=features) for _ in range(number)]
 
     @property
     def num_left(self) -> int:
@@ -71,7 +72,7 @@ class HandForward:
 
     def submit(self, units: Sequence[ForwardUnit], done: Callable[[ForwardResult], None]) -> None:
         assert not self.is_busy, "one batch at a time"
-        assert len({unit.input.modality for unit in units}) == 1
+        assert len({(unit.input.modality, unit.input.features is None) for unit in units}) == 1
         self.job = (units, done)
 
     def submit_sounds(self, sounds: Sequence[SoundJob], done: Callable[[SoundResult], None]) -> None:
