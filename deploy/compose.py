@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import ipaddress
 import os
 import platform
 import sys
@@ -347,6 +348,20 @@ def _selector(end: LinkEndSection) -> MemberSelector:
     return MemberSelector(end.member, end.host, end.kind or "*", tuple(sorted(end.labels.items())))
 
 
+def allowed_hosts(config: ClusterConfig) -> tuple[str, ...] | None:
+    """Returns the names under which a cluster without keys may be asked, or None for all. A cluster that others can
+    reach may have names that it doesn't know, such as that of a Kubernetes service; one that only this machine reaches
+    has none."""
+    listed = config.access.allowed_hosts
+    try:
+        is_private = ipaddress.ip_address(config.server.host).is_loopback
+    except ValueError:
+        is_private = config.server.host == "localhost"
+    if listed is None and not is_private:
+        return None
+    return tuple(name.lower() for name in (host_name(), *(listed or ())))
+
+
 def tenants(config: ClusterConfig) -> tuple[Tenant, ...]:
     """Returns the tenants of the cluster. A tenant without a salt gets one that no other has: names have no colon, and
     a salt that the config sets is marked by one."""
@@ -407,6 +422,8 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         tenants=tenants(config),
         keys_file=config.access.keys_file,
         operator_digests=config.access.operator_key_digests,
+        allowed_hosts=allowed_hosts(config),
+        allowed_origins=tuple(origin.lower() for origin in config.access.allowed_origins),
         rate_burst_s=config.access.burst_s,
         batch_wait_s=config.router.batch_wait_s,
         tokens_per_encoder_second=config.router.tokens_per_encoder_second,

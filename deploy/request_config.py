@@ -20,6 +20,7 @@ from router.fetch import FetchSettings
 from router.router_config import GrammarLimits, RouterConfig, Tenant
 
 PROBE_LIMITS = ProbeLimits()
+HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_.:-]+)$", max_length=255)]
 
 
 class AccessSection(Section):
@@ -30,6 +31,15 @@ class AccessSection(Section):
     Routers read the file again within a second of a change. With a file, every request needs a key."""
     operator_key_digests: tuple[Digest, ...] = default_of(RouterConfig, "operator_digests")
     """Lists the SHA-256 digests of the keys that may read `/metrics` and `/weft`. The file may have such keys too."""
+    allowed_hosts: tuple[HostPattern, ...] | None = default_of(RouterConfig, "allowed_hosts")
+    """Lists the names under which a cluster without keys may be asked: a name, `*.example.com` for every name below it,
+    or `*` for all. Addresses, `localhost` and the name of the machine are always allowed. With none, a cluster that
+    listens on a loopback address allows no others, and every other cluster allows all."""
+    allowed_origins: tuple[Annotated[str, Field(pattern=r"^(\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s]+)$")], ...] = (
+        default_of(RouterConfig, "allowed_origins")
+    )
+    """Lists the sites, such as `https://chat.example.com`, whose pages may send requests to a cluster without keys,
+    besides pages of the cluster itself; `*` allows all."""
     burst_s: float = Field(default_of(RouterConfig, "rate_burst_s"), ge=1, le=3600)
     """A quota per minute lets through what it gives in this many seconds at once. A smaller number spreads requests
     more evenly, and refuses more of them."""
@@ -77,9 +87,6 @@ def _check_network(text: str) -> str:
         return str(ipaddress.ip_network(text))
     except ValueError as error:
         raise ValueError(f"{text!r} is not a network in CIDR notation, such as 10.1.0.0/16: {error}") from error
-
-
-HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9_.:-]+)$", max_length=255)]
 
 
 class FetchSection(Section):

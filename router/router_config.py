@@ -130,6 +130,11 @@ class RouterConfig:
     """Names a file with further API keys, which is read again when it changes; with one, every request needs a key."""
     operator_digests: tuple[str, ...] = ()
     """Holds the SHA-256 digests of the keys that may read metrics and the records of all requests."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Lists the names under which a cluster without keys may be asked, besides addresses and `localhost`; None allows
+    all names."""
+    allowed_origins: tuple[str, ...] = ()
+    """Lists the sites whose pages may ask a cluster without keys, besides the cluster's own."""
     rate_burst_s: float = 60.0
     """A quota per minute lets through what it gives in this time at once."""
     batch_wait_s: float = 60.0

@@ -9,9 +9,10 @@
     │   ├── UnsupportedModality       the model can't take this modality
     │   ├── ContextLengthExceeded     the prompt (+ output) is longer than the context
     │   ├── BodyTooLarge
+    │   ├── UnsupportedContentType    the header Content-Type names another type of body than the route takes
     │   ├── ModelNotFound
     │   ├── Unauthorized
-    │   └── Forbidden                 the API key is known, but it may not do this
+    │   └── Forbidden                 the API key may not do this, or a page of another site asks
     ├── Busy                      the request may work later; Retry-After is sent
     │   ├── Overloaded                a budget is full
     │   ├── RateLimited               the key or its tenant has used up a quota per minute
@@ -139,6 +140,16 @@ class BodyTooLarge(RequestRefused):
     code = "body_too_large"
 
 
+class UnsupportedContentType(RequestRefused):
+    """The header `Content-Type` of the request names a type of body that the route does not take.
+
+    Send `Content-Type: application/json`, or a form (`multipart/form-data`) to `/v1/audio/transcriptions`. With curl,
+    add `-H 'Content-Type: application/json'`.
+    """
+
+    code = "unsupported_content_type"
+
+
 class ModelNotFound(RequestRefused):
     """The cluster does not serve a model of this name.
 
@@ -160,9 +171,11 @@ class Unauthorized(RequestRefused):
 
 class Forbidden(RequestRefused):
     """The API key is known, but it may not do this: metrics and records of requests need an operator's key, and
-    answers need the key of a tenant.
+    answers need the key of a tenant. In a cluster without keys: a browser has sent the request for a page of another
+    site, or under a name that is not the server's.
 
-    Send a key with the right role; docs/access.md says how an operator makes one.
+    Send a key with the right role; docs/access.md says how an operator makes one. In a cluster without keys, the
+    operator can add the name or the site to `access.allowed_hosts` or `access.allowed_origins`.
     """
 
     code = "permission_denied"

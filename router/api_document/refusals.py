@@ -27,6 +27,7 @@ from fabric.contracts import (
     Overloaded,
     RateLimited,
     Unauthorized,
+    UnsupportedContentType,
     UnsupportedModality,
     UrlRefused,
     WeftError,
@@ -35,11 +36,20 @@ from router.api import ERROR_TO_STATUS
 from router.api_document.request_schemas import Schema, ref
 
 Errors = tuple[type[WeftError], ...]
-KEY: Errors = (Unauthorized,)
-"""Asks for any key."""
+KEY: Errors = (Unauthorized, Forbidden)
+"""Asks for any key; without keys, pages of other sites are refused."""
 OPERATOR: Errors = (Unauthorized, Forbidden)
 """Asks for the key of an operator."""
-BODY: Errors = (InvalidRequest, BodyTooLarge, Unauthorized, Forbidden, Overloaded, RateLimited, Draining)
+BODY: Errors = (
+    InvalidRequest,
+    BodyTooLarge,
+    UnsupportedContentType,
+    Unauthorized,
+    Forbidden,
+    Overloaded,
+    RateLimited,
+    Draining,
+)
 """Takes a place among the requests in flight, and reads a body."""
 PROMPT: Errors = (
     *BODY,
@@ -64,6 +74,7 @@ STATUS_TO_SUMMARY = {
     403: "The API key may not do this.",
     404: "There is nothing of this name.",
     413: "The body is larger than the server takes.",
+    415: "The body is of another type than the route takes.",
     422: "A medium could not be fetched from its URL.",
     429: "A limit is reached; the same request may succeed later.",
     500: "The server has failed.",

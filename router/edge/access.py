@@ -3,8 +3,8 @@ forget to ask for a key.
 
 Paths of health and the description of the API need no key, `/metrics` and everything below `/weft` need an operator's,
 and every other path (also one that does not exist) needs any key. The key is checked before a byte of the body is read.
-The answers to callers with quotas get their `x-ratelimit-*` headers here. The module knows nothing of what a route
-does.
+A cluster without keys refuses what browsers send for pages of other sites instead. The answers to callers with quotas
+get their `x-ratelimit-*` headers here. The module knows nothing of what a route does.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from fabric.contracts import Forbidden, InvalidRequest, Unauthorized, WeftError, mint_request_id
 from router.api import http_error
 from router.edge.connection import LingeringResponse, note_failure
+from router.edge.cross_site import check_site
 from router.run import Caller, check_operator, rate_headers
 from router.service import RouterService
 
@@ -58,6 +59,9 @@ class AccessControl:
             if CONTROL_CHARACTER.search(scope["path"]):
                 raise InvalidRequest("the path has a control character")
             if not is_open:
+                if not self._service.keys.asks_for_keys:
+                    config = self._service.config
+                    check_site(scope, config.allowed_hosts, config.allowed_origins)
                 caller = self._service.keys.find(sent_key(scope))
                 if OPERATOR_PATH.fullmatch(scope["path"]):
                     check_operator(caller)

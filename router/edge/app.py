@@ -48,6 +48,7 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
+from router.edge.cross_site import BodyType, check_content_type
 from router.edge.document_routes import DocumentEdge
 from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
 from router.edge.event_stream import EventStream
@@ -166,9 +167,11 @@ class HttpEdge:
         async def answer(opened: Opened) -> Response:
             return await self._answer(request, endpoint, opened)
 
-        return await self._exchange(request, answer)
+        return await self._exchange(request, answer, endpoint.body_type)
 
-    async def _exchange(self, request: Request, answer: Callable[[Opened], Awaitable[Response]]) -> Response:
+    async def _exchange(
+        self, request: Request, answer: Callable[[Opened], Awaitable[Response]], body_type: BodyType = "json"
+    ) -> Response:
         """Handles an exchange from the client's bytes to its answer: finds the tenant, takes a place among the requests
         in flight, reads the body, and leaves the rest to `answer`, which also returns the tickets."""
         service, arrived_s = self._service, asyncio.get_running_loop().time()
@@ -176,6 +179,7 @@ class HttpEdge:
         caller = caller_of(request.scope)
         try:
             check_tenant(caller)
+            check_content_type(request.scope, body_type)
             ticket = service.admission.admit(caller)
         except WeftError as error:
             service.count_refusal(caller, error)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from router.api import Head, parse_chat, parse_completion, parse_responses, parse_transcription
 from router.edge.answers import AnswerTools, AnswerWriter, ChatAnswer, CompletionAnswer
+from router.edge.cross_site import BodyType
 from router.edge.responses_adapter import ResponsesAnswer
 from router.edge.transcript_answer import TranscriptAnswer
 from router.prompt import PromptRequest
@@ -47,6 +48,7 @@ class Endpoint(NamedTuple):
     """Begins the ids of its answers."""
     read: Callable[[bytes, BodyTerms], Asked]
     """Reads a body. Raises InvalidRequest."""
+    body_type: BodyType = "json"
 
 
 def read_chat(body: bytes, terms: BodyTerms) -> Asked:
@@ -87,4 +89,4 @@ def read_transcription(body: bytes, terms: BodyTerms) -> Asked:
 CHAT = Endpoint("chatcmpl-", read_chat)
 COMPLETIONS = Endpoint("cmpl-", read_completion)
 RESPONSES = Endpoint("resp_", read_responses)
-TRANSCRIPTIONS = Endpoint("transcript-", read_transcription)
+TRANSCRIPTIONS = Endpoint("transcript-", read_transcription, "form")

@@ -61,6 +61,11 @@ class Description:
         return [f"{list(error.absolute_path)}: {error.message[:300]}" for error in validator.iter_errors(value)]
 
 
+async def description_of(client: httpx.AsyncClient) -> Description:
+    """Returns the document that a router serves. Raises HTTPStatusError if it serves none."""
+    return Description((await client.get("/openapi.json")).raise_for_status().json())
+
+
 def payloads(answer: httpx.Response) -> list[Any]:
     """Returns the data of the events of a streamed answer, without `[DONE]`."""
     blocks = [block.partition("data: ")[2] for block in answer.text.split("\n\n") if "data: " in block]

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from described_api import Description, payloads
+from described_api import Description, description_of, payloads
 from edge_client import served
 from router_chats import chat_body, image
 from router_media_fakes import media_cluster
@@ -27,12 +27,6 @@ from router.router_config import RateQuota, Tenant
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 KEY = "a-key"
 DIGEST_OF_KEY = hashlib.sha256(KEY.encode()).hexdigest()
-
-
-async def description_of(client: httpx.AsyncClient) -> Description:
-    answer = await client.get("/openapi.json")
-    assert answer.status_code == 200
-    return Description(answer.json())
 
 
 async def test_every_example_is_answered_as_the_document_says() -> None:
