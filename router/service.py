@@ -272,7 +272,7 @@ class RouterService:
         try:
             draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt), account)
             prompt = await self._prompt_builder.plan(draft)
-            ticket.take_prompt(len(prompt.token_ids), sum(media_seconds(draft.media).values()))
+            ticket.take_prompt(len(prompt.token_ids), sum(media_seconds(draft.media).values()))(len(prompt.token_ids))
         except WeftError as error:
             trace.note(outcome=error.code)
             raise
@@ -345,7 +345,8 @@ class RouterService:
             trace.add("read", from_s=admitted_at_s)
             prompt = await self._prompt_builder.plan(draft)
             modality_to_s = media_seconds(draft.media)
-            ticket.take_prompt(len(prompt.token_ids), sum(modality_to_s.values()))
+            keep_prompt = ticket.take_prompt(len(prompt.token_ids), sum(modality_to_s.values()))
+            terms = terms._replace(keep_prompt=keep_prompt)
             trace.add("prompted", from_s=read_at_s)
         except (Exception, asyncio.CancelledError) as error:
             # This is the top of a request that has no task yet; the HTTP server's loop logs what is not a WeftError.

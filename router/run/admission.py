@@ -47,6 +47,8 @@ class RequestTerms(NamedTuple):
     """This is the request's deadline for its first token, on the router's clock; None if it has none."""
     spend_tokens: Callable[[int], None] = lambda _: None
     """Takes tokens of the answer from the caller's quota."""
+    keep_prompt: Callable[[int], None] = lambda _: None
+    """Says, once, how many tokens of the prompt count for the caller's quotas."""
 
     @classmethod
     def of(cls, fields: GenerationFields, caller: Caller, batch_wait_s: float, now: float) -> RequestTerms:
@@ -247,8 +249,9 @@ class Admission:
         router.take(num_bytes)
         own.take(num_bytes)
 
-    def take_prompt(self, ticket: Ticket, num_tokens: int, media_s: float) -> None:
-        """Counts the tokens of a prompt and the seconds of its media; tickets call it. Raises Overloaded if all prompts
+    def take_prompt(self, ticket: Ticket, num_tokens: int, media_s: float) -> Callable[[int], None]:
+        """Counts the tokens of a prompt and the seconds of its media; tickets call it. Returns the function of
+        `RateLimiter.take_prompt` that must be called in the end. Raises Overloaded if all prompts
         together exceed a budget, unless nothing else is in flight that could be waited for, and RateLimited if the
         caller's quota has no room; the request then counts for no quota."""
         router, own = self._router.tokens, self._tenants[ticket.tenant.name].tokens
@@ -260,12 +263,13 @@ class Admission:
                 )
                 raise self._overloaded(message, budget, lacking)
         try:
-            self.rates.take_prompt(ticket.caller, num_tokens, media_s)
+            keep = self.rates.take_prompt(ticket.caller, num_tokens, media_s)
         except RateLimited:
             self.rates.undo_begin(ticket.caller)
             raise
         router.take(num_tokens)
         own.take(num_tokens)
+        return keep
 
     def enter_media(self) -> None:
         """Counts a request with media; tickets call it. Raises Overloaded if such requests have all the places that are
@@ -324,11 +328,13 @@ class Ticket:
     def tenant(self) -> Tenant:
         return self.caller.tenant
 
-    def take_prompt(self, num_tokens: int, media_s: float = 0.0) -> None:
-        """Counts the tokens of the request's prompt, and the seconds of its sounds and videos. Raises Overloaded if all
+    def take_prompt(self, num_tokens: int, media_s: float = 0.0) -> Callable[[int], None]:
+        """Counts the tokens of the request's prompt, and the seconds of its sounds and videos. Returns a function that
+        must be called once, with the tokens that count for the caller's quotas in the end. Raises Overloaded if all
         prompts together exceed a budget, and RateLimited if a quota of the caller has no room."""
-        self._open_admission().take_prompt(self, num_tokens, media_s)
+        keep = self._open_admission().take_prompt(self, num_tokens, media_s)
         self.num_tokens += num_tokens
+        return keep
 
     def enter_media(self) -> None:
         """Notes that the request has media. Raises Overloaded if only places for text are left."""

@@ -3,7 +3,8 @@
 `RateBucket` is the generic cell rate algorithm (ITU-T I.371): it keeps one number, the time at which everything that
 was taken is earned again. `RateLimiter` holds the buckets of all keys and tenants of one router. What a request uses is
 taken in steps: the request itself before its body is read, its prompt and media before any member is asked, and its
-answer as it is made. A step that does not fit is refused with the time after which it fits, and takes nothing.
+answer as it is made. A step that does not fit is refused with the time after which it fits, and takes nothing. What a
+prompt took is given back if the prompt was not computed (`Hold`).
 
 Several routers share a quota: each of N routers gives one part in N of it. The module has no clock of its own, and
 knows nothing of HTTP or of members.
@@ -25,6 +26,17 @@ SLACK_S = 1e-6
 QUOTAS = ("requests", "tokens", "media_seconds")
 
 
+class Hold:
+    """A `Hold` is an amount of a bucket that may be given back later. It measures in seconds, like the bucket."""
+
+    __slots__ = ("least_s", "taken_s")
+
+    def __init__(self, taken_s: float) -> None:
+        self.taken_s = taken_s
+        self.least_s = math.inf
+        """Was the shortest time to a full bucket at which the bucket gave something, between this hold and the next."""
+
+
 class RateBucket:
     """A `RateBucket` lets through `per_minute` in every minute, and up to `burst_s` seconds of that at once.
 
@@ -38,6 +50,8 @@ class RateBucket:
         self._earned_at_s = -math.inf
         """By this time everything that was taken is earned again."""
         self._num_sharing = 1
+        self._holds: list[Hold] = []
+        """Lists the open holds, the oldest first."""
 
     def share(self, num_routers: int) -> None:
         """Sets how many routers share the quota. The time until everything is earned stays, so the share of the burst
@@ -52,7 +66,32 @@ class RateBucket:
 
     def take(self, amount: float, now: float) -> None:
         """Takes `amount`, whether it passes or not; a negative amount gives back what was taken before."""
+        if self._holds:
+            newest = self._holds[-1]
+            newest.least_s = min(newest.least_s, self.full_in_s(now))
         self._earned_at_s = max(self._earned_at_s, now) + amount * self._each_s
+
+    def hold(self, amount: float, now: float) -> Hold:
+        """Takes `amount`, whether it passes or not. Returns a hold, which the caller must `settle`."""
+        self.take(amount, now)
+        hold = Hold(amount * self._each_s)
+        self._holds.append(hold)
+        return hold
+
+    def settle(self, hold: Hold, share: float, now: float) -> None:
+        """Ends a hold and gives `share` of it back, from 0 to 1. The bucket is then as if that share had not been
+        taken: what the bucket would have earned in vain, being full without it, is not given back."""
+        index = self._holds.index(hold)
+        later = self._holds[index:]
+        missing_s = min(self.full_in_s(now), *(each.least_s for each in later), math.inf)
+        given_s = min(hold.taken_s * share, missing_s)
+        self._earned_at_s -= given_s
+        for each in later:
+            each.least_s -= given_s
+        if index:
+            before = self._holds[index - 1]
+            before.least_s = min(before.least_s, hold.least_s)
+        del self._holds[index]
 
     def left(self, now: float) -> float:
         """Returns how much would pass now; 0 if more was taken than the burst."""
@@ -118,12 +157,27 @@ class RateLimiter:
         """Gives one request back, because it was refused later."""
         self._take(caller, {"requests": -1})
 
-    def take_prompt(self, caller: Caller, num_tokens: int, media_s: float) -> None:
-        """Takes the tokens of a prompt and the seconds of its media. Raises RateLimited if one of them does not fit;
-        then nothing is taken."""
+    def take_prompt(self, caller: Caller, num_tokens: int, media_s: float) -> Callable[[int], None]:
+        """Takes the tokens of a prompt and the seconds of its media. Returns a function that the owner of the prompt
+        must call once, with the number of tokens that count in the end: the others are given back, and the media too
+        if no token counts. Raises RateLimited if one of the amounts does not fit; then nothing is taken."""
         amounts = {"tokens": num_tokens, "media_seconds": media_s}
         self._check(caller, amounts)
-        self._take(caller, amounts)
+        now = self._clock.now()
+        holds = [
+            (quota, bucket, bucket.hold(amount, now))
+            for owner in self._of(caller)
+            for quota, bucket in owner.buckets.items()
+            if (amount := amounts.get(quota, 0))
+        ]
+
+        def keep(num_kept: int) -> None:
+            unused = 1 - min(1.0, num_kept / max(1, num_tokens))
+            for quota, bucket, hold in holds:
+                share = unused if quota == "tokens" else float(not num_kept)
+                bucket.settle(hold, share, self._clock.now())
+
+        return keep
 
     def spender(self, caller: Caller) -> Callable[[int], None]:
         """Returns a function that takes tokens of an answer, which exist already. It is called for each frame of an

@@ -30,6 +30,7 @@ from fabric.contracts import (
     MemberId,
     NoCapacity,
     ProtocolError,
+    RequestRefused,
     TargetGone,
     TokenFrame,
     TransferError,
@@ -213,9 +214,19 @@ class RequestRun:
             self._is_concluded = True
             self._turn.leave()
             self.stream.fail(Aborted("the request was cancelled"))
+            self._turn.terms.keep_prompt(self._num_counted_tokens)
             self._account.close(self._prompt, self._turn.terms.caller)
             self._count_refusal()
             self._on_end()
+
+    @property
+    def _num_counted_tokens(self) -> int:
+        """Counts the tokens of the prompt for the caller's quotas: none if the prompt never reached a member, or if the
+        cluster failed before the first token. A client that leaves, or whose own fault ends the request, has used what
+        the members may have computed until then."""
+        error = self.stream.error
+        is_own_fault = isinstance(error, RequestRefused | Aborted) and self._turn.is_dispatched
+        return 0 if error is not None and not self._num_sent and not is_own_fault else len(self._prompt.token_ids)
 
     def _count_refusal(self) -> None:
         """Counts a request that ended before it was dispatched."""

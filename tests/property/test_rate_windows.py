@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fabric.contracts import ManualClock, RateLimited
 from router.router_config import RateQuota, Tenant
 from router.run import Caller
-from router.run.rate_limits import RateBucket, RateLimiter
+from router.run.rate_limits import Hold, RateBucket, RateLimiter
 
 TOLERANCE = 1e-3
 STEPS = st.lists(st.tuples(st.floats(0, 30), st.integers(1, 40)), min_size=1, max_size=60)
@@ -56,6 +56,42 @@ def test_a_bucket_is_a_reservoir_that_fills_at_the_rate(
         if not wait_s:
             bucket.take(amount, now)
             level -= amount
+
+
+HOLD_STEPS = st.lists(
+    st.tuples(
+        st.floats(0, 30),
+        st.sampled_from(["take", "hold", "hold", "settle"]),
+        st.integers(1, 40),
+        st.sampled_from([0.0, 0.5, 1.0]),
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+@given(per_minute=st.integers(1, 600), steps=HOLD_STEPS)
+def test_what_is_given_back_was_as_if_never_taken(per_minute: int, steps: list[tuple[float, str, int, float]]) -> None:
+    """The reference replays the whole history without what was given back."""
+    bucket, now = RateBucket(per_minute, 60.0), 1000.0
+    history: list[tuple[float, float]] = []
+    holds: list[tuple[int, Hold]] = []
+    for pause_s, action, amount, share in steps:
+        now += pause_s
+        if action == "take":
+            bucket.take(amount, now)
+            history.append((now, amount))
+        elif action == "hold":
+            holds.append((len(history), bucket.hold(amount, now)))
+            history.append((now, amount))
+        elif holds:
+            index, hold = holds.pop(amount % len(holds))
+            bucket.settle(hold, share, now)
+            history[index] = (history[index][0], history[index][1] * (1 - share))
+        replayed = RateBucket(per_minute, 60.0)
+        for at_s, taken in history:
+            replayed.take(taken, at_s)
+        assert abs(bucket.full_in_s(now) - replayed.full_in_s(now)) < TOLERANCE
 
 
 @given(
