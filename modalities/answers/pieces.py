@@ -64,6 +64,11 @@ class AnswerParser(Protocol):
     """Reads the text of one choice as it comes. The pieces do not depend on how the text is cut into pushes, up to the
     joining of pieces."""
 
+    @property
+    def num_held(self) -> int:
+        """Counts the characters at the end of the text of which it is not certain yet what they are."""
+        ...
+
     def push(self, text: str) -> list[AnswerPiece]:
         """Returns the pieces that are certain after this text."""
         ...

@@ -95,6 +95,10 @@ class ReasonedAnswerParser:
         self._source, self._sink, self._rest = TextSource(), PieceSink(), rest
         self._reading: Reading[str] | None = _read_reasoning(self._source, self._sink, reasoning)
 
+    @property
+    def num_held(self) -> int:
+        return self._rest.num_held if self._reading is None else self._source.num_kept
+
     def push(self, text: str) -> list[AnswerPiece]:
         if self._reading is None:
             return self._rest.push(text)

@@ -28,11 +28,13 @@ class TextSource:
         self.is_ended = False
         self._kept: list[str] | None = None
         self._kept_from = 0
+        self._num_kept = 0
 
     def refill(self, text: str) -> None:
         """Replaces the part, all of which has been read, by the next one."""
         if self._kept is not None:
             self._kept.append(self.text[self._kept_from :])
+            self._num_kept += len(self.text) - self._kept_from
             self._kept_from = 0
         self.text, self.position = text, 0
 
@@ -50,7 +52,12 @@ class TextSource:
 
     def keep(self) -> None:
         """Keeps what is read from here on, until `forget` or `take_kept`."""
-        self._kept, self._kept_from = [], self.position
+        self._kept, self._kept_from, self._num_kept = [], self.position, 0
+
+    @property
+    def num_kept(self) -> int:
+        """Counts the characters that are kept."""
+        return 0 if self._kept is None else self._num_kept + self.position - self._kept_from
 
     def forget(self) -> None:
         """Drops what was kept."""
@@ -104,6 +111,10 @@ class StreamedParser:
     def __init__(self, read: Callable[[TextSource, PieceSink], Reading[None]]) -> None:
         self._source, self._sink = TextSource(), PieceSink()
         self._reading = read(self._source, self._sink)
+
+    @property
+    def num_held(self) -> int:
+        return self._source.num_kept
 
     def push(self, text: str) -> list[AnswerPiece]:
         self._source.refill(text)

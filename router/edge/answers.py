@@ -100,13 +100,25 @@ class PieceReader:
 
     def pieces(self, delta: Delta) -> list[AnswerPiece]:
         """Returns the pieces that a delta completes. The order of deltas must be that of their choice's text."""
-        if not self._parsers:
-            return [TextPiece(delta.text)] if delta.text else []
-        parser = self._parsers[delta.choice]
-        pieces = parser.push(delta.text) if delta.text else []
-        if delta.finish_reason is not None:
-            pieces += parser.flush()
-        self._has_calls[delta.choice] |= any(isinstance(piece, ToolCallStart) for piece in pieces)
+        pieces = self.push(delta.choice, delta.text)
+        return pieces if delta.finish_reason is None else pieces + self.flush(delta.choice)
+
+    def push(self, choice: int, text: str) -> list[AnswerPiece]:
+        """Returns the pieces that the next text of a choice completes."""
+        if not text:
+            return []
+        return self._noted(choice, self._parsers[choice].push(text)) if self._parsers else [TextPiece(text)]
+
+    def num_held(self, choice: int) -> int:
+        """Counts the characters at the end of a choice's text of which it is not certain yet what they are."""
+        return self._parsers[choice].num_held if self._parsers else 0
+
+    def flush(self, choice: int) -> list[AnswerPiece]:
+        """Returns the pieces that the end of a choice completes. It is called once per choice."""
+        return self._noted(choice, self._parsers[choice].flush()) if self._parsers else []
+
+    def _noted(self, choice: int, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
+        self._has_calls[choice] |= any(isinstance(piece, ToolCallStart) for piece in pieces)
         return pieces
 
     def finish_reason(self, choice: int, reason: str) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from fabric.contracts import WeftError
 from modalities.answers import AnswerPiece, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallStart
-from router.api import Head, ResponsesChat, ResponseWriter, logprobs_object
-from router.edge.answers import AnswerTools, FreshTokens, PieceReader
+from router.api import Head, ResponsesChat, ResponseWriter, ScoredToken, logprobs_object
+from router.edge.answers import AnswerTools, PieceReader
+from router.edge.scored_pieces import ScoredPieces
 from router.run import Delta, JoinedStreams
 
 Logprobs = Sequence[Mapping[str, object]]
@@ -25,8 +26,9 @@ class ResponsesAnswer:
         self._source, self._tools = source, tools
         self._wants_explanation = asked.request.wants_explanation  # The request itself may hold megabytes of media.
         self._writer = ResponseWriter(head, asked.request)
-        self._fresh = FreshTokens(source, asked.chat)
         self._reader = PieceReader(source)
+        wants_logprobs = asked.chat.num_top_logprobs is not None
+        self._scored = ScoredPieces(source.choices[0], self._reader) if wants_logprobs else None
 
     def opening(self) -> bytes:
         return self._writer.opening()
@@ -47,12 +49,12 @@ class ResponsesAnswer:
         return self._writer.whole(self._reader.usage(), self._source.degraded, self._explanation)
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
-        pieces = self._reader.pieces(delta)
-        # Of a delta with several kinds of pieces it is not known which token belongs to which.
-        logprobs = self._logprobs() if all(isinstance(piece, TextPiece) for piece in pieces) else self._skipped()
-        for piece in pieces:
-            yield self._event(piece, logprobs)
-            logprobs = ()
+        if self._scored is None:
+            for piece in self._reader.pieces(delta):
+                yield self._event(piece, ())
+        else:
+            for piece, tokens in self._scored.read(delta):
+                yield self._event(piece, self._logprobs(tokens))
         if delta.finish_reason is not None:
             yield self._writer.finish(delta.finish_reason)
 
@@ -67,17 +69,8 @@ class ResponsesAnswer:
             case ToolCallArguments(_, text):
                 return self._writer.call_arguments(text)
 
-    def _skipped(self) -> Logprobs:
-        """Marks the fresh tokens as given out, and returns nothing."""
-        if self._fresh.has_logprobs:
-            self._fresh.take(0)
-        return ()
-
-    def _logprobs(self) -> Logprobs:
-        if not self._fresh.has_logprobs:
-            return ()
-        _, scored = self._fresh.take(0)
-        content: Any = logprobs_object(scored, self._tools.bytes_of)["content"]
+    def _logprobs(self, tokens: Sequence[ScoredToken]) -> Logprobs:
+        content: Any = logprobs_object(tokens, self._tools.bytes_of)["content"]
         return list(content)
 
     @property

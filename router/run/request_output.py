@@ -209,6 +209,10 @@ class ChoiceOutput:
         """Counts the tokens up to the stop."""
         self.is_cut = False
         """This is True if a stop string ended the choice; the worker does not know of this end."""
+        self.text_ends: list[int] = []
+        """Holds the number of characters up to the end of each token, if the worker sends log-probabilities. Characters
+        behind a cut count too."""
+        self._num_chars = 0
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop_strings)
         self._stop_token_ids = stop_token_ids
@@ -275,6 +279,8 @@ class ChoiceOutput:
         if self.is_cut:
             return text
         self.num_tokens += 1
+        if self.order.logprobs:
+            self.text_ends.append(self._num_chars)
         if token_id in self._stop_token_ids:
             self._withheld = token_id
             return text
@@ -287,6 +293,10 @@ class ChoiceOutput:
         return self._filtered(self._detokenizer.push((token_id,)))
 
     def _filtered(self, text: str) -> str:
+        """Returns what of the detokenised text, which belongs to the latest token, is certainly no stop string."""
+        if self.text_ends:
+            self._num_chars += len(text)
+            self.text_ends[-1] = self._num_chars
         result = self._stops.push(text)
         if result.hit is not None:
             self.is_cut = True

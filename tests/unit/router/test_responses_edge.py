@@ -183,6 +183,22 @@ async def test_log_probabilities_come_with_the_text() -> None:
         assert [entry.token for entry in message.content[0].logprobs][:2] == ["a", "b"]
 
 
+async def test_log_probabilities_are_those_of_the_text_beside_reasoning_and_calls() -> None:
+    reply = f"because</think>\n\nab <c{CALL}"
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 1, "tools": [WEATHER]}
+    async with served(model=(TinyFamily(), tiny_codec(THINKING))) as (cluster, client):
+        cluster.workers[0].script.reply = reply
+        whole = await answered(client, asked(**fields))
+        message: Any = next(item for item in whole.output if item.type == "message")
+        (part,) = message.content
+        assert part.text == "ab <c"
+        assert "".join(entry.token for entry in part.logprobs) == part.text
+        found = await streamed(client, asked(stream=True, **fields))
+        deltas = [event for event in found if event.type == "response.output_text.delta"]
+        assert "".join(event.delta for event in deltas) == part.text
+        assert "".join(entry.token for event in deltas for entry in event.logprobs) == part.text
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
