@@ -372,11 +372,13 @@ class RouterService:
     ) -> RequestStream:
         request_id, prompt_builder = trace.request_id, self._prompt_builder
         shown = prompt_builder.shown_token_ids(draft)
+        keeps_ends = draft.answer.reasoning is not None or draft.request.num_top_logprobs is not None
         choices = [
             ChoiceOutput(
                 IncrementalDetokenizer(self._codec, isinstance(draft.request, CompletionRequest), shown),
                 prompt.stop_strings,
                 prompt.ending_token_ids,
+                keeps_ends,
             )
             for _ in range(prompt.num_choices)
         ]

@@ -69,6 +69,12 @@ class AnswerParser(Protocol):
         """Counts the characters at the end of the text of which it is not certain yet what they are."""
         ...
 
+    @property
+    def reasoning_range(self) -> tuple[int, int]:
+        """Returns where the reasoning between the marks begins and ends in the text, in characters; both are equal
+        while there is none."""
+        ...
+
     def push(self, text: str) -> list[AnswerPiece]:
         """Returns the pieces that are certain after this text."""
         ...

@@ -93,11 +93,19 @@ class ReasonedAnswerParser:
 
     def __init__(self, reasoning: ReasoningFormat, rest: AnswerParser) -> None:
         self._source, self._sink, self._rest = TextSource(), PieceSink(), rest
-        self._reading: Reading[str] | None = _read_reasoning(self._source, self._sink, reasoning)
+        self._place = _Place()
+        self._reading: Reading[str] | None = _read_reasoning(self._source, self._sink, reasoning, self._place)
 
     @property
     def num_held(self) -> int:
         return self._rest.num_held if self._reading is None else self._source.num_kept
+
+    @property
+    def reasoning_range(self) -> tuple[int, int]:
+        start, end = self._place.start, self._place.end
+        if start is None:
+            return 0, 0
+        return start, self._source.num_read - self._source.num_kept if end is None else end
 
     def push(self, text: str) -> list[AnswerPiece]:
         if self._reading is None:
@@ -122,8 +130,17 @@ class ReasonedAnswerParser:
         return self._sink.take()
 
 
-def _read_reasoning(source: TextSource, sink: PieceSink, reasoning: ReasoningFormat) -> Reading[str]:
-    """Reads up to the answer. Returns what was read of it, which is something only if there is no reasoning."""
+class _Place:
+    """Says where the reasoning begins and ends in the text, as far as this is known."""
+
+    def __init__(self) -> None:
+        self.start: int | None = None
+        self.end: int | None = None
+
+
+def _read_reasoning(source: TextSource, sink: PieceSink, reasoning: ReasoningFormat, place: _Place) -> Reading[str]:
+    """Reads up to the answer, and notes the place of the reasoning. Returns what was read of the answer, which is
+    something only if there is no reasoning."""
     source.keep()
     yield from source.skip_all(WHITESPACE)
     marks = (reasoning.start, reasoning.end) if reasoning.begins_inside else (reasoning.start,)
@@ -131,6 +148,9 @@ def _read_reasoning(source: TextSource, sink: PieceSink, reasoning: ReasoningFor
     begun = source.take_kept()
     if not mark and not reasoning.begins_inside:
         return begun
+    place.start = source.num_read if mark == reasoning.start else 0
+    if mark == reasoning.end:
+        place.end = source.num_read - len(mark)
     if mark != reasoning.start:
         sink.reasoning(begun.removesuffix(mark).strip("\n") if mark else begun.lstrip("\n"))
     if mark or not begun.strip("\n"):
@@ -139,13 +159,14 @@ def _read_reasoning(source: TextSource, sink: PieceSink, reasoning: ReasoningFor
         return ""
     breaks_or_end = re.compile(f"[\\n{re.escape(reasoning.end[0])}]")
     while (yield from source.more()):
-        place = breaks_or_end.search(source.text, source.position)
-        sink.reasoning(source.take(place.start() if place else len(source.text)))
-        if place:
+        found = breaks_or_end.search(source.text, source.position)
+        sink.reasoning(source.take(found.start() if found else len(source.text)))
+        if found:
             source.keep()
             yield from source.skip_all("\n")
             if (yield from source.skip(reasoning.end)):
                 source.forget()
+                place.end = source.num_read - len(reasoning.end)
                 yield from source.skip_all("\n")
                 return ""
             sink.reasoning(source.take_kept())

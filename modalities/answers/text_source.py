@@ -26,6 +26,7 @@ class TextSource:
         self.text = ""
         self.position = 0
         self.is_ended = False
+        self._num_earlier = 0
         self._kept: list[str] | None = None
         self._kept_from = 0
         self._num_kept = 0
@@ -36,7 +37,13 @@ class TextSource:
             self._kept.append(self.text[self._kept_from :])
             self._num_kept += len(self.text) - self._kept_from
             self._kept_from = 0
+        self._num_earlier += len(self.text)
         self.text, self.position = text, 0
+
+    @property
+    def num_read(self) -> int:
+        """Counts the characters that were read of the whole text."""
+        return self._num_earlier + self.position
 
     def more(self) -> Reading[bool]:
         """Returns whether there is a next character; waits for it, and returns False at the end of the text."""
@@ -115,6 +122,10 @@ class StreamedParser:
     @property
     def num_held(self) -> int:
         return self._source.num_kept
+
+    @property
+    def reasoning_range(self) -> tuple[int, int]:
+        return 0, 0
 
     def push(self, text: str) -> list[AnswerPiece]:
         self._source.refill(text)

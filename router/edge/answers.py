@@ -35,7 +35,7 @@ from router.api import (
     text_completion,
 )
 from router.prompt import new_call_id
-from router.run import Delta, JoinedStreams
+from router.run import ChoiceOutput, Delta, JoinedStreams
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -132,7 +132,8 @@ class PieceReader:
         assert usage is not None
         if self._answer.reasoning is None:
             return usage
-        counts = [self._answer.num_reasoning_tokens(choice.emitted) for choice in self._source.choices]
+        ranges = [parser.reasoning_range for parser in self._parsers]
+        counts = map(ChoiceOutput.num_tokens_in, self._source.choices, *zip(*ranges, strict=True))
         return usage._replace(num_reasoning_tokens=sum(counts))
 
     def new_call_id(self) -> str:

@@ -49,16 +49,6 @@ class AnswerPlan:
     reasoning: ReasoningFormat | None
     begins_inside: bool
     """Says whether the prompt ends inside the reasoning."""
-    reasoning_end_id: int | None = None
-    """Is the token that ends the reasoning, if it is one token."""
-
-    def num_reasoning_tokens(self, token_ids: Sequence[int]) -> int:
-        """Counts the tokens of a choice up to the end of its reasoning; 0 if the end is no token of its own."""
-        if self.reasoning_end_id is None:
-            return 0
-        if self.reasoning_end_id in token_ids:
-            return token_ids.index(self.reasoning_end_id) + 1
-        return len(token_ids) if self.begins_inside else 0
 
     @property
     def is_plain(self) -> bool:
@@ -112,7 +102,6 @@ class AnswerFormats:
             are_parallel=chat.parallel_tool_calls is not False,
             reasoning=self.reasoning,
             begins_inside=self.reasoning is not None and self._begins_inside(chat, self.reasoning),
-            reasoning_end_id=None if self.reasoning is None else self._codec.token_id(self.reasoning.end),
         )
 
     def grammar(self, plan: AnswerPlan, response_grammar: str) -> str:

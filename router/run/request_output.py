@@ -11,6 +11,7 @@ appear here only as frames that may repeat, overlap or leave gaps.
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple, Protocol
@@ -202,7 +203,14 @@ class ChoiceOutput:
     It works token by token, so that the count is exact up to the token that completed a stop string, however the tokens
     were split into frames. It is synchronous and pure."""
 
-    def __init__(self, detokenizer: Detokenizer, stop_strings: Sequence[str], stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stop_strings: Sequence[str],
+        stop_token_ids: frozenset[int],
+        keeps_ends: bool = False,
+    ) -> None:
+        """Starts a choice. `keeps_ends` says whether `text_ends` is wanted."""
         self.order = TokenOrder()
         self.finish_reason: str | None = None
         self.num_tokens = 0
@@ -210,8 +218,9 @@ class ChoiceOutput:
         self.is_cut = False
         """This is True if a stop string ended the choice; the worker does not know of this end."""
         self.text_ends: list[int] = []
-        """Holds the number of characters up to the end of each token, if the worker sends log-probabilities. Characters
-        behind a cut count too."""
+        """Holds the number of characters up to the end of each token, if they are kept. Characters behind a cut count
+        too."""
+        self._keeps_ends = keeps_ends
         self._num_chars = 0
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop_strings)
@@ -253,6 +262,12 @@ class ChoiceOutput:
         """Returns the tokens from index `start` on, without those after a cut."""
         return tuple(self.order.token_ids[start : self.num_tokens if self.is_cut else None])
 
+    def num_tokens_in(self, start: int, end: int) -> int:
+        """Counts the tokens that have a part in a range of characters. It needs `text_ends`."""
+        if start >= end:
+            return 0
+        return bisect_left(self.text_ends, end) + 1 - bisect_right(self.text_ends, start)
+
     def scored_from(self, start: int) -> list[ScoredToken]:
         """Returns the same tokens as `emitted_from`, each with its log-probabilities. It may be called only if the
         worker was asked for log-probabilities."""
@@ -279,7 +294,7 @@ class ChoiceOutput:
         if self.is_cut:
             return text
         self.num_tokens += 1
-        if self.order.logprobs:
+        if self._keeps_ends:
             self.text_ends.append(self._num_chars)
         if token_id in self._stop_token_ids:
             self._withheld = token_id

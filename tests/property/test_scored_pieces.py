@@ -61,7 +61,7 @@ def test_text_gets_its_tokens_and_no_others(
     while len("".join(texts)) < len(whole):
         begin = len("".join(texts))
         texts.append(whole[begin : begin + data.draw(st.integers(0 if texts[-1:] != [""] else 1, longest))])
-    choice = ChoiceOutput(ListedTexts(texts), [STOP] if has_stops else [], frozenset({END_ID}))
+    choice = ChoiceOutput(ListedTexts(texts), [STOP] if has_stops else [], frozenset({END_ID}), keeps_ends=True)
     stream = RequestStream(RequestId("r"), [choice], lambda: None)
     stream.answer = PLAN
     scored = ScoredPieces(choice, PieceReader(JoinedStreams([stream], asyncio.Event())))

@@ -222,6 +222,31 @@ async def test_without_thinking_the_whole_text_is_the_answer() -> None:
             cluster.workers[0].requests.clear()
 
 
+@pytest.mark.parametrize(
+    ("reply", "fields", "count"),
+    [
+        ("So.\n</think>\n\nTwo.", {}, len("So.\n")),
+        ("<think>So.</think>Two.", {}, len("So.")),
+        ("\n<think>\nSö.</think></think>", {}, len("\nSö.".encode())),
+        ("</think>Two.", {}, 0),
+        ("Never </thin done", {}, len("Never </thin done")),
+        ("So.</think>A literal </think> is text.", {}, len("So.")),
+        ("A literal </think> is text.", {"reasoning_effort": "none"}, 0),
+        (" <think>So.</think>Two.", {"reasoning_effort": "none"}, len("So.")),
+    ],
+)
+async def test_the_tokens_between_the_marks_are_counted(reply: str, fields: dict[str, Any], count: int) -> None:
+    """A token of the tiny model is a byte."""
+    async with served(model=(TinyFamily(), tiny_codec(THINKING))) as (cluster, client):
+        cluster.workers[0].script.reply = reply
+        whole = await client.post(CHAT, content=chat_body(n=2, **fields))
+        assert whole.json()["usage"]["completion_tokens_details"]["reasoning_tokens"] == 2 * count
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        streamed = await client.post(CHAT, content=chat_body(**options, **fields))
+        usage = events(streamed.content)[-2]["usage"]
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == count
+
+
 async def test_a_call_may_follow_the_reasoning() -> None:
     async with served(model=(TinyFamily(), tiny_codec(THINKING))) as (cluster, client):
         choice = await answer(cluster, client, f"I ask.\n</think>\n\n{CALL}", tools=TOOLS, tool_choice="required")
