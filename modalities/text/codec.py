@@ -110,6 +110,7 @@ class TextCodec:
         ContextLengthExceeded for text of far more than `most_tokens` tokens, as soon as that is certain, which limits
         the work for a text that can't fit. A text of only slightly more tokens is returned.
         """
+        self.check_template()
         if not messages:
             raise InvalidRequest("messages must not be empty", param="messages")
         if not self._template.takes_parts:
@@ -197,6 +198,12 @@ class TextCodec:
                 return None
             found = self._id_to_piece[token_id] = self.decoding.piece(token)
         return found
+
+    def check_template(self) -> None:
+        """Raises InvalidRequest if the checkpoint has no chat template, so that it takes no conversations."""
+        if not self._template.source.strip():
+            message = "the model has no chat template, so it takes no conversations; send a text to /v1/completions"
+            raise InvalidRequest(message, param="messages")
 
     @property
     def template_source(self) -> str:

@@ -145,7 +145,7 @@ def qwen_tokenizer(model: BPE) -> Tokenizer:
 
 def chat_template(model_dir: Path) -> str:
     """Returns the chat template. It comes from the first of chat_template.jinja, chat_template.json and
-    tokenizer_config.json that contains one; ConfigError is raised if none does."""
+    tokenizer_config.json that contains one. It is empty for a base checkpoint, which has none."""
     file = model_dir / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -155,10 +155,7 @@ def chat_template(model_dir: Path) -> str:
             template = {named["name"]: named["template"] for named in template}.get("default")
         if isinstance(template, str):
             return template
-    raise ConfigError(
-        f"{model_dir.name}: there is no chat template in chat_template.jinja, chat_template.json or "
-        "tokenizer_config.json"
-    )
+    return ""
 
 
 def has_processor(model_dir: Path) -> bool:

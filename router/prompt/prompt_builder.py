@@ -263,6 +263,7 @@ class PromptBuilder:
         return Draft(request, (), (), self._config.video_options, sampling)
 
     async def _read_chat(self, chat: ChatRequest, account: FetchAccount) -> Draft:
+        self.codec.check_template()
         check_messages(chat, self._config)
         _check_parts(chat, self._config.max_content_parts)
         contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
