@@ -34,7 +34,7 @@ from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
-from modalities.text import TextCodec
+from modalities.text import CompileLimits, TextCodec
 from router.fetch import FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
 from router.planning import LinkOverride, MemberSelector, PlannerSettings
 from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, GrammarLimits, RateQuota, RouterConfig, Tenant
@@ -256,7 +256,8 @@ def build_worker(
     language_model = load_language_model(config, model)
     if wrap is not None:
         language_model = wrap(language_model)
-    grammars = GrammarCompiler(TextCodec.load(model.directory), model.family.shape.vocab_size)
+    codec, vocab_size = TextCodec.load(model.directory), model.family.shape.vocab_size
+    grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling)
     settings, clock = worker_config(config), SystemClock()
     make_engine = partial(OwnEngine, settings, model.family, language_model, clock)
     return WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)
@@ -284,8 +285,11 @@ def grammar_limits(config: ClusterConfig) -> GrammarLimits:
         max_bytes=limits.max_grammar_bytes,
         max_depth=limits.max_schema_depth,
         max_choices=limits.max_grammar_choices,
-        max_symbols=limits.max_grammar_symbols,
-        max_lexer_fuel=limits.max_lexer_fuel,
+        compiling=CompileLimits(
+            max_symbols=limits.max_grammar_symbols,
+            max_lexer_fuel=limits.max_lexer_fuel,
+            max_lexer_states=limits.max_lexer_states,
+        ),
         compile_timeout_s=limits.grammar_timeout_s,
     )
 

@@ -16,6 +16,7 @@ from deploy.config_values import Bytes, Digest, LocalFile, Modality, Section, Si
 from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
+from modalities.text import CompileLimits
 from router.fetch import FetchSettings
 from router.router_config import GrammarLimits, RouterConfig, Tenant
 
@@ -242,10 +243,13 @@ class LimitsSection(Section):
     """Limits how deep objects and arrays are nested in a JSON schema."""
     max_grammar_choices: int = Field(default_of(GrammarLimits, "max_choices"), ge=1)
     """Limits the strings of `guided_choice`."""
-    max_grammar_symbols: int = Field(default_of(GrammarLimits, "max_symbols"), ge=1, le=500_000)
+    max_grammar_symbols: int = Field(default_of(CompileLimits, "max_symbols"), ge=1, le=500_000)
     """Limits the symbols of a compiled grammar; a short schema of unions within intersections may have very many."""
-    max_lexer_fuel: int = Field(default_of(GrammarLimits, "max_lexer_fuel"), ge=1, le=1_000_000)
+    max_lexer_fuel: int = Field(default_of(CompileLimits, "max_lexer_fuel"), ge=1, le=1_000_000)
     """Limits the steps in which the regular expressions of a grammar are built."""
+    max_lexer_states: int = Field(default_of(CompileLimits, "max_lexer_states"), ge=1000, le=1_000_000)
+    """Limits the states of a grammar's lexer at a worker, each of which takes 1 to 2 kB. They are made while tokens are
+    drawn; an answer that needs more ends with an error."""
     grammar_timeout_s: float = Field(default_of(GrammarLimits, "compile_timeout_s"), gt=0)
     """Limits the time in which a grammar is compiled. The limits above make grammars refused sooner, and on every
     machine alike."""

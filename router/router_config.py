@@ -11,6 +11,7 @@ from typing import Literal
 
 from modalities.family import DEFAULT_OPTIONS, MediaOptions
 from modalities.media import MediaLimits
+from modalities.text import CompileLimits
 from router.planning import PlannerSettings
 
 MIB = 2**20
@@ -20,6 +21,9 @@ ServiceClass = Literal["interactive", "batch"]
 """Names how urgent a request is: `interactive` goes first, and `batch` uses capacity that others leave."""
 MODALITY_TO_ENCODE_TIMEOUT_MS = {"image": 10_000, "audio": 20_000, "video": 60_000}
 OTHER_ENCODE_TIMEOUT_MS = 60_000
+
+
+DEFAULT_COMPILING = CompileLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +36,8 @@ class GrammarLimits:
     max_depth: int = 64
     """Limits the nesting of objects and arrays in the schema's own JSON."""
     max_choices: int = 1024
-    max_symbols: int = 50_000
-    """Limits the symbols of the compiled grammar. A small schema of unions within intersections may have very many."""
-    max_lexer_fuel: int = 200_000
-    """Limits the steps in which the regular expressions of a grammar are built."""
+    compiling: CompileLimits = DEFAULT_COMPILING
+    """Limits the sizes of the compiled grammar; the limits of workers must be the same."""
     compile_timeout_s: float = 5.0
     """Limits the wall-clock time of compiling a grammar."""
 

@@ -13,26 +13,25 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from fabric.contracts import InvalidRequest
-from modalities.text import TextCodec, token_bytes
+from modalities.text import CompileLimits, TextCodec, token_bytes
 
 MAX_CACHED = 128
 """Limits the compiled grammars that are kept; the least recently used grammar is dropped first."""
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""Limits the states of one grammar's lexer. A state takes 1 to 2 kB. The library's own limits bound the time for a mask
-to about 15 ms."""
+DEFAULT_LIMITS = CompileLimits()
 
 
 class GrammarCompiler:
     """Compiles grammars for one tokenizer. It is thread-safe. It builds the tokenizer's trie at first use, which takes
     a second for 150,000 tokens."""
 
-    def __init__(self, codec: TextCodec, vocab_size: int) -> None:
+    def __init__(self, codec: TextCodec, vocab_size: int, limits: CompileLimits = DEFAULT_LIMITS) -> None:
         """Creates a compiler. `vocab_size` is the width of the logits; ids above the tokenizer's own ids are never
-        allowed."""
+        allowed. `limits` must be those of the routers."""
+        self._limits = limits
         self._codec = codec
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -57,7 +56,7 @@ class GrammarCompiler:
         if self._tokenizer is None:
             vocabulary = TokenizerWrapper(_Vocabulary(self._codec, self._vocab_size))
             self._tokenizer = LLTokenizer(vocabulary, eos_token=list(self._codec.eos_token_ids))
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits.of_library())
         if matcher.is_error():
             raise InvalidRequest(f"the grammar can't be used: {matcher.get_error()[:200]}", param="structured_outputs")
         return matcher

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
 from router.api import GenerationFields, shown
@@ -262,10 +262,7 @@ def check_grammar(grammar: str, param: str, limits: GrammarLimits = DEFAULT_LIMI
     refused on every machine. May take half a second. Raises InvalidRequest."""
     if not grammar:
         return
-    parser_limits = LLParserLimits(
-        initial_lexer_fuel=limits.max_lexer_fuel, max_grammar_size=limits.max_symbols, verbose_errors=False
-    )
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=parser_limits)
+    is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits.compiling.of_library())
     if is_error:
         lines = [line.strip() for message in messages for line in message.splitlines()]
         reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])

@@ -17,6 +17,7 @@ from deploy.http_limits import HttpLimits
 from deploy.testing import FakePools
 from fabric.contracts import MemberId
 from fabric.transport import LocalHub, LocalPlane
+from modalities.text import CompileLimits
 from router.router_config import GrammarLimits, RateQuota, RouterConfig
 from router.run import Pools
 
@@ -87,21 +88,26 @@ def test_limits_and_access_reach_the_router(model_dir: Path, plane: LocalPlane, 
         "max_grammar_choices": 23,
         "max_grammar_symbols": 24,
         "max_lexer_fuel": 25,
+        "max_lexer_states": 1026,
         "grammar_timeout_s": 2.5,
     }
     media = {"probe_processes": 0, "max_audio_bytes": "3MiB", "max_decoded_bytes": "5MiB"}
     keys = tmp_path / "keys"
     keys.write_text(f"{'ab' * 32} shop web\n")
     keys.chmod(0o600)
-    access = {"keys_file": str(keys), "operator_key_digests": ["cd" * 32], "burst_s": 12.0}
+    access: dict[str, object] = {"keys_file": str(keys), "operator_key_digests": ["cd" * 32], "burst_s": 12.0}
+    access |= {"allowed_hosts": ["Weft.example"], "allowed_origins": ["https://Chat.example"]}
     shop = {"requests_per_minute": 1.5, "tokens_per_minute": 2.5, "media_seconds_per_minute": 3.5}
     config = composed(
         model_dir, plane, limits=limits | grammar, media=media, access=access, tenants={"bank": {}, "shop": shop}
     )
     assert {name: getattr(config, name) for name in limits} == limits
-    assert config.grammar == GrammarLimits(21, 22, 23, 24, 25, 2.5)
+    assert config.grammar == GrammarLimits(21, 22, 23, CompileLimits(24, 25, 1026), 2.5)
     assert (config.media_limits.max_audio_bytes, config.media_limits.max_decoded_bytes) == (3 * 2**20, 5 * 2**20)
     assert (config.keys_file, config.operator_digests, config.rate_burst_s) == (keys, ("cd" * 32,), 12.0)
+    assert config.allowed_hosts is not None
+    assert config.allowed_hosts[1:] == ("weft.example",)
+    assert config.allowed_origins == ("https://chat.example",)
     assert [each.rates for each in config.tenants] == [RateQuota(), RateQuota(1.5, 2.5, 3.5)]
 
 

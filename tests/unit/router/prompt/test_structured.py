@@ -12,6 +12,7 @@ import router.prompt.generation_options
 import router.prompt.prompt_builder
 from deploy.testing import fake_cluster
 from fabric.contracts import InvalidRequest
+from modalities.text import CompileLimits
 from router.api import ChatRequest
 from router.prompt.generation_options import FREE, Grammar, check_grammar, grammar_of
 from router.router_config import GrammarLimits
@@ -158,8 +159,8 @@ def test_each_limit_of_a_grammar_is_that_of_the_config() -> None:
     asked = chat(guided_json=explosive(3, 3))
     assert checked(asked)
     for limits, flaw in (
-        (GrammarLimits(max_symbols=500), "number of symbols"),
-        (GrammarLimits(max_lexer_fuel=500), "too big"),
+        (GrammarLimits(compiling=CompileLimits(max_symbols=500)), "number of symbols"),
+        (GrammarLimits(compiling=CompileLimits(max_lexer_fuel=500)), "too big"),
         (GrammarLimits(max_depth=3), "nested more than 3 levels"),
         (GrammarLimits(max_bytes=100), "at most 100 bytes|more than 100 bytes"),
     ):

@@ -1,0 +1,33 @@
+"""Limits what compiling a grammar may cost, for routers, which check a grammar without a tokenizer, and for workers,
+which compile it again with one. Both count alike, so a grammar that a router lets pass is not refused by a worker.
+
+The module knows nothing of what a grammar says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llguidance import LLParserLimits
+
+
+@dataclass(frozen=True, slots=True)
+class CompileLimits:
+    """A `CompileLimits` counts steps and sizes, never time, so that the same grammar is refused on every machine. The
+    library's own limits bound the time for a mask to about 15 ms."""
+
+    max_symbols: int = 50_000
+    """Limits the symbols of the compiled grammar. A small schema of unions within intersections may have very many."""
+    max_lexer_fuel: int = 200_000
+    """Limits the steps in which the regular expressions of a grammar are built."""
+    max_lexer_states: int = 50_000
+    """Limits the states of the lexer, which are made while tokens are drawn. A state takes 1 to 2 kB."""
+
+    def of_library(self) -> LLParserLimits:
+        """Returns the limits as llguidance takes them."""
+        return LLParserLimits(
+            initial_lexer_fuel=self.max_lexer_fuel,
+            max_grammar_size=self.max_symbols,
+            max_lexer_states=self.max_lexer_states,
+            verbose_errors=False,
+        )
