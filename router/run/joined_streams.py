@@ -46,7 +46,8 @@ class JoinedStreams:
         return self._streams[0].record()
 
     def prompt_token_ids(self, choice: int) -> tuple[int, ...]:
-        """Returns the ids of the prompt to which a choice belongs. They are final once the stream is started."""
+        """Returns the ids of the prompt to which a choice belongs. They are final once the request is started; those of
+        a request without media are from the beginning."""
         return self._stream_of(choice).prompt_token_ids
 
     def _stream_of(self, choice: int) -> RequestStream:
@@ -67,9 +68,19 @@ class JoinedStreams:
         return [stream.embedding for stream in self._streams]
 
     async def started(self) -> None:
-        """Waits until each request has its first token. Raises the failure of a request that failed before that."""
-        for stream in self._streams:
-            await stream.started()
+        """Waits until one of the requests has its first token. Raises the failure of a request that failed before
+        that."""
+        if len(self._streams) == 1:
+            await self._streams[0].started()
+            return
+        waits = [asyncio.ensure_future(stream.started()) for stream in self._streams]
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in done:
+                wait.result()
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     async def ended(self) -> None:
         """Waits until the request has ended. With several requests it does not wait, because the first failure among
