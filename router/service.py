@@ -488,6 +488,7 @@ class FetchLog:
 
     def __init__(self, ticket: Ticket, trace: RequestTrace, clock: Clock, metrics: RouterMetrics) -> None:
         self.take = ticket.grow
+        self.owner = ticket.tenant.name
         self._trace = trace
         self._clock = clock
         self._metrics = metrics

@@ -22,32 +22,55 @@ class NamedFile(NamedTuple):
     """This is the header if the first bytes of the file say it, otherwise None."""
 
 
+Name = tuple[str, str, str]
+"""Consists of a salt, a modality and a `uuid`."""
+
+
 class NamedMedia:
-    """A `NamedMedia` keeps the encoded files of named media up to `max_bytes`; beyond that, it forgets what was not
-    used for longest. It belongs to one router."""
+    """A `NamedMedia` keeps the encoded files of named media up to `max_bytes`, for several owners. Beyond that, it
+    forgets a file of the owner that has most: the one that was not used for longest. So an owner with no more than an
+    equal share keeps what it has, whatever others send. It belongs to one router."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
-        self._name_to_file: OrderedDict[tuple[str, str, str], NamedFile] = OrderedDict()
+        self._name_to_owner: dict[Name, str] = {}
+        self._owner_to_files: dict[str, OrderedDict[Name, NamedFile]] = {}
+        self._owner_to_bytes: dict[str, int] = {}
 
-    def keep(self, salt: str, modality: str, uuid: str, file: NamedFile) -> None:
-        """Keeps a file under its name, in place of an earlier one. A file that alone exceeds the limit is not kept."""
+    def keep(self, owner: str, salt: str, modality: str, uuid: str, file: NamedFile) -> None:
+        """Keeps a file of `owner` under its name, in place of an earlier one. A file that alone exceeds the limit is
+        not kept."""
         name = (salt, modality, uuid)
-        earlier = self._name_to_file.pop(name, None)
-        self.num_bytes -= 0 if earlier is None else len(earlier.data)
+        self._forget(name)
         if len(file.data) > self._max_bytes:
             return
-        self._name_to_file[name] = file
-        self.num_bytes += len(file.data)
+        self._name_to_owner[name] = owner
+        self._owner_to_files.setdefault(owner, OrderedDict())[name] = file
+        self._count(owner, len(file.data))
         while self.num_bytes > self._max_bytes:
-            _, forgotten = self._name_to_file.popitem(last=False)
-            self.num_bytes -= len(forgotten.data)
+            largest = max(self._owner_to_bytes, key=self._owner_to_bytes.__getitem__)
+            self._forget(next(iter(self._owner_to_files[largest])))
 
     def find(self, salt: str, modality: str, uuid: str) -> NamedFile | None:
         """Returns the file of this name, or None, and marks it as used."""
         name = (salt, modality, uuid)
-        file = self._name_to_file.get(name)
-        if file is not None:
-            self._name_to_file.move_to_end(name)
-        return file
+        owner = self._name_to_owner.get(name)
+        if owner is None:
+            return None
+        files = self._owner_to_files[owner]
+        files.move_to_end(name)
+        return files[name]
+
+    def _forget(self, name: Name) -> None:
+        owner = self._name_to_owner.pop(name, None)
+        if owner is None:
+            return
+        files = self._owner_to_files[owner]
+        self._count(owner, -len(files.pop(name).data))
+        if not files:
+            del self._owner_to_files[owner], self._owner_to_bytes[owner]
+
+    def _count(self, owner: str, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self._owner_to_bytes[owner] = self._owner_to_bytes.get(owner, 0) + num_bytes

@@ -117,7 +117,7 @@ class MediaReader:
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
             if part.uuid and part.has_content:
-                self._named_media.keep(salt, _kind(part, plugin), part.uuid, file)
+                self._named_media.keep(account.owner, salt, _kind(part, plugin), part.uuid, file)
             num_bytes += decoded_bytes(medium.header)
             self._check_decoded(num_bytes, part.param)
             media.append(medium._replace(sound=self._sound(medium) if has_sound_tracks else None))

@@ -26,6 +26,11 @@ DATA = "data:"
 class FetchAccount(Protocol):
     """A `FetchAccount` is told what is fetched for one request."""
 
+    @property
+    def owner(self) -> str:
+        """Names the tenant that sent the request."""
+        ...
+
     def take(self, num_bytes: int) -> None:
         """Counts bytes before they are taken into the router's memory. Raises Overloaded if there is no room."""
         ...
@@ -37,6 +42,8 @@ class FetchAccount(Protocol):
 
 class Unaccounted:
     """An `Unaccounted` is a `FetchAccount` that counts nothing."""
+
+    owner = ""
 
     def take(self, num_bytes: int) -> None:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from edge_client import served
 from router_chats import chat_body, image, text
 
 from router.prompt.named_media import NamedFile, NamedMedia
+from router.router_config import Tenant
 
 CHAT = "/v1/chat/completions"
 
@@ -59,16 +61,31 @@ def named_file(data: bytes) -> NamedFile:
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
     media = NamedMedia(10)
     for uuid in ("a", "b", "c"):
-        media.keep("", "image", uuid, named_file(b"123"))
+        media.keep("", "", "image", uuid, named_file(b"123"))
     assert media.find("", "image", "a") == named_file(b"123")
-    media.keep("", "image", "d", named_file(b"12"))
+    media.keep("", "", "image", "d", named_file(b"12"))
     assert [media.find("", "image", uuid) is not None for uuid in ("a", "b", "c", "d")] == [True, False, True, True]
     assert media.num_bytes == 8
-    media.keep("", "image", "a", named_file(b"12345678901"))
+    media.keep("", "", "image", "a", named_file(b"12345678901"))
     assert media.find("", "image", "a") is None
     assert media.num_bytes == 5
     assert media.find("x", "image", "c") is None
     assert media.find("", "video", "c") is None
+
+
+async def test_one_tenant_can_not_push_out_the_media_of_another() -> None:
+    def bearer(key: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {key}"}
+
+    tenants = tuple(Tenant(name, (hashlib.sha256(name.encode()).hexdigest(),)) for name in ("shop", "greedy"))
+    room = 4 * len(png(picture(1)))
+    async with served(tenants=tenants, named_media_bytes=room) as (_, client):
+        await client.post(CHAT, content=chat_body([named(1, "cat"), text("?")]), headers=bearer("shop"))
+        for seed in range(20):
+            body = chat_body([named(seed, f"cat-{seed}"), text("?")], cache_salt=str(seed))
+            assert (await client.post(CHAT, content=body, headers=bearer("greedy"))).status_code == 200
+        kept = await client.post(CHAT, content=chat_body([alone("cat"), text("?")]), headers=bearer("shop"))
+        assert kept.status_code == 200
 
 
 # ---------------------------------------------------------------- These tests cover files.
