@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from deploy.config import ClusterConfig
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import ConfigError, ManualClock
-from router.api import MAX_BIASED_TOKENS, MAX_JSON_VALUES
+from router.api import FIXED_LIMITS
+from router.fetch import MAX_URL_CHARS
 
 SECTION_TO_KEYS = {
     "server": (
@@ -69,8 +70,8 @@ def limit_rows(config: ClusterConfig) -> Iterator[LimitRow]:
         section: BaseModel = getattr(config, name)
         for key in keys or type(section).model_fields:
             yield LimitRow(f"{name}.{key}", _shown(key, getattr(section, key)))
-    yield LimitRow("(JSON values of a body)", _shown("", MAX_JSON_VALUES))
-    yield LimitRow("(entries of logit_bias)", _shown("", MAX_BIASED_TOKENS))
+    for name, most in (FIXED_LIMITS | {"characters of a URL": MAX_URL_CHARS}).items():
+        yield LimitRow(f"({name})", _shown("", most))
     for name, tenant in config.tenants.items():
         for key in ("max_in_flight", "requests_per_minute", "tokens_per_minute", "media_seconds_per_minute"):
             value = getattr(tenant, key)

@@ -5,7 +5,7 @@ Requests: `request_body` parses JSON, `generation_fields` defines what every end
 `embedding_request`, `transcription_request` and `token_requests` define the rest. Answers: `answer_parts` holds what
 answers consist of, and `chat_response`, `completion_response` and `responses_answer` write them and their chunks.
 Errors: `http_errors` gives each error its status and its envelope, and `field_errors` puts what is wrong with a field
-into words.
+into words. `fixed_limits` lists the limits that no key of the config sets.
 
 `router.prompt` makes prompts from requests, `router.run` collects a `Usage` and log-probabilities, and `router.edge`
 sends what the writers return. `deploy.config_file` uses `describe_flaw` for the keys of a config file. The folder knows
@@ -55,15 +55,14 @@ from router.api.embedding_request import (
     parse_embedding,
 )
 from router.api.field_errors import describe_flaw, shown
+from router.api.fixed_limits import FIXED_LIMITS
 from router.api.generation_fields import (
-    MAX_BIASED_TOKENS,
     GenerationFields,
     check_generation,
     check_model,
     model_not_found,
 )
 from router.api.http_errors import ERROR_TO_STATUS, envelope, http_error, status_of
-from router.api.request_body import MAX_JSON_VALUES
 from router.api.responses_answer import ResponseWriter
 from router.api.responses_request import ResponsesChat, ResponsesRequest, parse_responses
 from router.api.token_requests import (
@@ -80,9 +79,8 @@ from router.api.transcription_request import Transcription, parse_transcription
 __all__ = [
     "DONE",
     "ERROR_TO_STATUS",
+    "FIXED_LIMITS",
     "IMAGE_EMBEDS",
-    "MAX_BIASED_TOKENS",
-    "MAX_JSON_VALUES",
     "PART_TYPE_TO_MODALITY",
     "ChatMessage",
     "ChatRequest",

@@ -14,9 +14,10 @@ from router.fetch.fetch_process import FetchedFile, FetchProcess, MediaFetcher
 from router.fetch.fetch_settings import FetchSettings
 from router.fetch.loop_fetcher import LoopFetcher
 from router.fetch.pinned_network import NameResolver, SystemResolver
-from router.fetch.url_policy import UrlPolicy, parse_url
+from router.fetch.url_policy import MAX_URL_CHARS, UrlPolicy, parse_url
 
 __all__ = [
+    "MAX_URL_CHARS",
     "AddressRules",
     "FetchProcess",
     "FetchSettings",

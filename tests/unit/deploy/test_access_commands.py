@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from tls_files import expire, make_certificate
 
+import router.api
 from deploy.cli import main
 from deploy.config import ClusterConfig
 from deploy.limit_table import limit_lines, limit_rows
@@ -81,6 +83,20 @@ def test_every_limit_is_listed_with_its_effective_value() -> None:
     lines = limit_lines(config)
     assert len(lines) == len(rows) + 1
     assert len({line.index(rows[line.split()[0]], 30) for line in lines[1:] if line.split()[0] in rows}) == 1
+
+
+def test_limits_that_no_key_sets_are_listed_too() -> None:
+    rows = dict(limit_rows(ClusterConfig()))
+    assert rows["(frames that a request asks for)"] == "16,384"
+    assert rows["(characters of a URL)"] == "8,192"
+    folder = Path(router.api.__file__).parent
+    listed = folder.joinpath("fixed_limits.py").read_text()
+    constants = {
+        name for file in folder.glob("*.py") for name in re.findall(r"^(MAX_\w+) =", file.read_text(), re.MULTILINE)
+    }
+    others = {"MAX_SHOWN_CHARS", "MAX_RETRY_AFTER_S"}  # These two limit messages and headers of answers.
+    assert constants >= others
+    assert {name for name in constants - others if f": {name},\n" not in listed} == set()
 
 
 def test_check_reads_the_files_that_the_config_names(
