@@ -61,6 +61,17 @@ def test_streams_without_a_length_are_as_long_as_they_are(name: str) -> None:
         assert 0.3 < sound_header(data, container, PARAM).num_samples / RECORDINGS[name].num_samples < 0.7
 
 
+@pytest.mark.parametrize("no_size", [0x7FFF_F000, 0x7FFF_FFFF, 0xFFFF_FFFF])
+def test_a_sound_that_was_written_to_a_pipe_is_as_long_as_it_is(no_size: int) -> None:
+    """SoX and espeak-ng, older programs, and FFmpeg write these sizes where they can't go back to the header."""
+    data = bytearray(sound_file("wav-16"))
+    at = data.index(b"data")
+    struct.pack_into("<I", data, 4, min(no_size + at, 2**32 - 1))
+    struct.pack_into("<I", data, at + 4, no_size)
+    with open_container(bytes(data), PARAM) as container:
+        assert sound_header(bytes(data), container, PARAM).num_samples == RECORDINGS["wav-16"].num_samples
+
+
 @pytest.mark.parametrize(
     "name", [*(n for n in (*CLIPS, *RECORDINGS, *STORED) if not n.startswith(("mpeg", "adts", "mp3-variable-no")))]
 )
