@@ -6,13 +6,13 @@ import atexit
 import contextlib
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
+from inherited_signals import restore_signals
 
 from deploy.process_setup import set_local_switches, set_switches
 
@@ -28,11 +28,7 @@ else:
     os.mkdir(TEMP_DIR)
 os.environ["TMPDIR"] = tempfile.tempdir = TEMP_DIR
 
-# The parent may have set these signals to be ignored. Processes of a test would inherit that, and `weft serve` obeys.
-# So this process restores the defaults.
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-    if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+restore_signals()
 
 # Libraries read these switches at import, so they are set before any test module imports a library.
 set_switches()
