@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import openai
 import pytest
+from client_questions import pages
 from cluster_process import ClusterProcess, start_cluster
+from media_web import MediaWeb, media_web
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = ("test_stopping.py", "test_joined_ray.py", "test_logs.py", "test_two_routers.py", "test_pinning.py")
 SHARING = ("test_cluster_answers.py", "test_front_end.py", "test_examples.py")
-CLIENTS = ("test_openai_python.py", "test_openai_javascript.py")
+CLIENTS = ("test_openai_python.py", "test_openai_media.py", "test_openai_javascript.py")
 """These modules share a cluster in one process, because their subject is the HTTP API."""
 
 
@@ -27,9 +30,24 @@ def cluster() -> Iterator[ClusterProcess]:
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[ClusterProcess]:
-    with start_cluster(in_process=True, model={"embeddings": "mean"}) as running:
+def web() -> Iterator[MediaWeb]:
+    """Serves the pictures, videos and sounds that clients name by URL."""
+    with media_web(pages()) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def served(web: MediaWeb) -> Iterator[ClusterProcess]:
+    media = {"fetch": web.fetch_settings()}
+    with start_cluster(in_process=True, model={"embeddings": "mean"}, media=media) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(served: ClusterProcess) -> Iterator[openai.OpenAI]:
+    """Yields OpenAI's own client, which does not try again."""
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
+        yield made
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

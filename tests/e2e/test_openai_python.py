@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+from itertools import groupby
 from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
+from client_questions import media_question
 from cluster_process import ClusterProcess
 from pydantic import BaseModel
 
-from deploy.demo.ask import messages, questions
 from deploy.demo.tasks.words import HELLO
 
 pytestmark = pytest.mark.torch
@@ -48,21 +48,6 @@ CALLING: dict[str, Any] = {"messages": ASKED, "tools": TOOLS, "max_tokens": 400,
 class Seen(BaseModel):
     shape: Literal["circle", "square", "triangle", "star"]
     count: Literal[1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def client(served: ClusterProcess) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as made:
-        yield made
-
-
-MODALITY_TO_TASK = {"image": "colour", "video": "direction", "audio": "beeps"}
-
-
-def media_question(modality: str) -> tuple[list[Any], str]:
-    """Returns messages with a medium, and the right answer."""
-    found = next(each for each in questions(0) if each.task == MODALITY_TO_TASK[modality])
-    return messages(found.sample), found.sample.answer
 
 
 def misfits(calls: Any) -> list[str]:
@@ -116,16 +101,6 @@ def test_parse_returns_an_object_of_the_callers_class(client: openai.OpenAI) -> 
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Seen)
 
 
-@pytest.mark.parametrize("modality", ["image", "video", "audio"])
-def test_media_are_answered_right_whole_and_streamed(client: openai.OpenAI, modality: str) -> None:
-    asked, right = media_question(modality)
-    fields: dict[str, Any] = {"model": "weft-demo", "messages": asked, "temperature": 0}
-    whole = client.chat.completions.create(**fields)
-    assert whole.choices[0].message.content == right
-    chunks = list(client.chat.completions.create(**fields, stream=True))
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == right
-
-
 def test_many_asynchronous_streams_at_once(served: ClusterProcess) -> None:
     async def ask(made: openai.AsyncOpenAI) -> str:
         async with made.chat.completions.stream(model="weft-demo", messages=GREETING, temperature=0) as stream:
@@ -150,13 +125,25 @@ def test_demanded_calls_fit_their_schemas(client: openai.OpenAI, seed: int) -> N
     assert misfits(calls) == []
 
 
-def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI) -> None:
-    for name in NAME_TO_SCHEMA:
-        choice: Any = {"type": "function", "function": {"name": name}}
-        answer = client.chat.completions.create(model="weft-demo", tool_choice=choice, **CALLING)
-        calls: Any = answer.choices[0].message.tool_calls
-        assert [call.function.name for call in calls] == [name]
-        assert misfits(calls) == []
+@pytest.mark.parametrize("name", NAME_TO_SCHEMA)
+def test_a_named_tool_is_the_one_that_is_called(client: openai.OpenAI, name: str) -> None:
+    choice: Any = {"type": "function", "function": {"name": name}}
+    fields = CALLING | {"temperature": 0, "tool_choice": choice}
+    answer = client.chat.completions.create(model="weft-demo", **fields)
+    whole: Any = answer.choices[0].message.tool_calls
+    assert [call.function.name for call in whole] == [name]
+    assert misfits(whole) == []
+    with client.chat.completions.stream(model="weft-demo", **fields) as stream:
+        joined: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert [call.function.name for call in joined] == [name]
+    assert [call.function.arguments for call in joined] == [call.function.arguments for call in whole]
+
+
+def test_the_model_may_choose_to_answer_in_words(client: openai.OpenAI) -> None:
+    for tool_choice in ("auto", openai.omit):
+        answer = client.chat.completions.create(model="weft-demo", tool_choice=tool_choice, temperature=0, **CALLING)
+        message = answer.choices[0].message
+        assert message.content or misfits(message.tool_calls) == []
 
 
 def test_no_tool_is_called_where_none_may_be(client: openai.OpenAI) -> None:
@@ -242,6 +229,47 @@ def test_a_response_is_the_same_whole_and_streamed(client: openai.OpenAI) -> Non
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
+EVENTS_OF_A_TEXT = [
+    "response.created",
+    "response.in_progress",
+    "response.output_item.added",
+    "response.content_part.added",
+    "response.output_text.delta",
+    "response.output_text.done",
+    "response.content_part.done",
+    "response.output_item.done",
+    "response.completed",
+]
+EVENTS_OF_A_CALL = [
+    *EVENTS_OF_A_TEXT[:3],
+    "response.function_call_arguments.delta",
+    "response.function_call_arguments.done",
+    *EVENTS_OF_A_TEXT[-2:],
+]
+
+
+def test_the_events_of_a_response_come_in_openais_order(client: openai.OpenAI) -> None:
+    plain = client.responses.create(model="weft-demo", input="Hello", temperature=0, stream=True)
+    calling = client.responses.create(
+        model="weft-demo",
+        input="How is the weather in Rome?",
+        tools=FLAT_TOOLS,
+        tool_choice={"type": "function", "name": "clock"},
+        parallel_tool_calls=False,
+        max_output_tokens=400,
+        stream=True,
+    )
+    for stream, wanted in ((plain, EVENTS_OF_A_TEXT), (calling, EVENTS_OF_A_CALL)):
+        events = list(stream)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert [kind for kind, _ in groupby(event.type for event in events)] == wanted
+    (call,) = events[-1].response.output
+    assert call.name == "clock"
+    jsonschema.validate(json.loads(call.arguments), UNIT)
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert "".join(deltas) == call.arguments
+
+
 def test_a_response_about_a_picture(client: openai.OpenAI) -> None:
     asked, right = media_question("image")
     content = []
@@ -295,3 +323,21 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("other")
     assert caught.value.code == "model_not_found"
+
+
+# ------------------------------------------------------------ errors
+
+
+def test_the_class_of_the_status_is_raised_whole_and_streamed(client: openai.OpenAI) -> None:
+    for is_streamed in (False, True):
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(model="weft-demo", messages=GREETING, temperature=9, stream=is_streamed)
+        assert (refused.value.code, refused.value.param) == ("invalid_request", "temperature")
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.responses.create(model="other", input="Hello", stream=is_streamed)
+        assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="weft-demo", prompt="word " * 20_000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.NotFoundError, match="/v1"):
+        client.with_options(base_url=str(client.base_url).removesuffix("v1/")).models.list()
