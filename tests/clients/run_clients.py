@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "rigs")]
 
 from cluster_process import start_cluster  # noqa: E402
+from inherited_signals import restore_signals  # noqa: E402
 
 from deploy.demo.ask import messages, questions, wav  # noqa: E402
 from deploy.demo.build import demo_checkpoint  # noqa: E402
@@ -40,6 +41,7 @@ MODEL = "weft-demo"
 NUM_REQUESTS = 16
 CONCURRENCY = 4
 LOAD_TIMEOUT_S = 300.0
+MODALITIES = ("text", "image", "audio", "video")
 MODALITY_TO_TASK = {"image": "colour", "audio": "beeps", "video": "direction"}
 
 
@@ -52,14 +54,16 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A `Load` is one run of a client. `counts` reads its report; `needs` is a module without which it can't run."""
+    """A `Load` is one run of a client. `counts` reads its report."""
 
     name: str
+    """Is the modality, or what the load asks for."""
     command: tuple[str, ...]
     counts: Callable[[Path, str], Counts]
     num_wanted: int = 1
     """The report must count at least this many requests."""
     needs: str = ""
+    """Names a module without which the load can't run. It is then left out, and the table says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +103,17 @@ def vllm_counts(folder: Path, output: str) -> Counts:
 
 
 def locust_counts(folder: Path, output: str) -> Counts:
-    """Adds up the rows of the report; a modality that was never asked for counts as an error."""
     with (folder / "report_stats.csv").open() as file:
-        rows = {row["Name"]: row for row in csv.DictReader(file)}
-    missing = {"text", "image", "audio", "video"} - rows.keys()
-    total = rows["Aggregated"]
-    return Counts(int(total["Request Count"]), int(total["Failure Count"]) + len(missing))
+        total = next(row for row in csv.DictReader(file) if row["Name"] == "Aggregated")
+    return Counts(int(total["Request Count"]), int(total["Failure Count"]))
+
+
+def locust_mix_counts(folder: Path, output: str) -> Counts:
+    """Does the same, and counts a modality that was never asked for as an error."""
+    with (folder / "report_stats.csv").open() as file:
+        names = {row["Name"] for row in csv.DictReader(file)}
+    counts = locust_counts(folder, output)
+    return counts._replace(num_errors=counts.num_errors + len(set(MODALITIES) - names))
 
 
 # ------------------------------------------------------------ the clients
@@ -119,54 +128,83 @@ def clients(url: str, files: Path) -> list[Client]:
         Client(name, package, (Load("calls", ("python", str(programs / f"{name}_chat.py"), asked), program_counts),))
         for name, package in chats
     ]
-    locust = ("locust", "-f", str(programs / "locustfile.py"), "--headless", "--host", url, "--users", "4")
-    locust += ("--spawn-rate", "4", "--run-time", "10s", "--stop-timeout", "30", "--csv", "report")
     return [
         *found,
-        Client("locust", "locust", (Load("all four", locust, locust_counts),)),
+        Client("locust", "locust", locust_loads(url)),
         Client("aiperf", "aiperf", aiperf_loads(url)),
         Client("guidellm", "guidellm", guidellm_loads(url, files), needs_torch=True),
         Client("vllm", "vllm", vllm_loads(url, files), needs_torch=True),
     ]
 
 
+def locust_loads(url: str) -> tuple[Load, ...]:
+    """Returns a load of each modality, and one of all of them together."""
+    common = ("locust", "-f", str(HERE / "programs" / "locustfile.py"), "--headless", "--host", url)
+    common += ("--users", str(CONCURRENCY), "--spawn-rate", str(CONCURRENCY), "--stop-timeout", "30")
+    common += ("--csv", "report", "--run-time")
+    single = [Load(name, (*common, "5s", "--tags", name), locust_counts, NUM_REQUESTS) for name in MODALITIES]
+    return (*single, Load("all four", (*common, "10s"), locust_mix_counts, NUM_REQUESTS))
+
+
 def aiperf_loads(url: str) -> tuple[Load, ...]:
-    common = ("aiperf", "profile", "--model", MODEL, "--url", url, "--endpoint-type", "chat", "--streaming")
-    common += ("--tokenizer", str(demo_checkpoint()), "--request-count", str(NUM_REQUESTS))
-    common += ("--concurrency", str(CONCURRENCY), "--isl", "40", "--osl", "8", "--artifact-dir", ".", "--ui", "none")
-    more = {
-        "text": (),
-        "image": ("--image-width-mean", "96", "--image-height-mean", "96"),
-        "audio": ("--audio-length-mean", "1"),
-        "video": ("--video-width", "96", "--video-height", "96", "--video-duration", "1", "--video-fps", "4"),
+    common = ("aiperf", "profile", "--model", MODEL, "--url", url, "--request-count", str(NUM_REQUESTS))
+    common += ("--concurrency", str(CONCURRENCY), "--artifact-dir", ".", "--ui", "none", "--endpoint-type")
+    read = ("--tokenizer", str(demo_checkpoint()), "--isl", "40")
+    written = (*read, "--streaming", "--osl", "8")
+    chat, sound = ("chat", *written), ("--audio-length-mean", "1")
+    video = ("--video-width", "96", "--video-height", "96", "--video-duration", "1", "--video-fps", "4")
+    name_to_options = {
+        "text": chat,
+        "image": (*chat, "--image-width-mean", "96", "--image-height-mean", "96"),
+        "audio": (*chat, *sound),
+        "video": (*chat, *video),
+        "heard video": (*chat, *video, "--video-audio-num-channels", "1"),
+        "responses": ("responses", *written),
+        "completions": ("completions", *written),
+        "embeddings": ("embeddings", *read),
+        "transcripts": ("audio-transcription", *sound),
     }
-    return tuple(Load(name, common + options, aiperf_counts, NUM_REQUESTS) for name, options in more.items())
+    return tuple(Load(name, common + options, aiperf_counts, NUM_REQUESTS) for name, options in name_to_options.items())
 
 
 def guidellm_loads(url: str, files: Path) -> tuple[Load, ...]:
-    common = ("guidellm", "run", "--backend", f"kind=openai_http,target={url},model={MODEL}")
-    common += ("--profile", f"kind=concurrent,streams={CONCURRENCY}")
+    common = ("guidellm", "run", "--profile", f"kind=concurrent,streams={CONCURRENCY}")
     common += ("--constraint", f"kind=max_requests,count={NUM_REQUESTS}")
     common += ("--tokenizer", f"kind=hf_auto,model={demo_checkpoint()}")
-    common += ("--output", "kind=json,path=report.json", "--disable-console", "--data")
-    data = {
-        "text": "kind=synthetic_text,prompt_tokens=40,output_tokens=8",
-        "image": "kind=synthetic_image,width=96,height=96,output_tokens=8",
-        "video": "kind=synthetic_video,width=96,height=96,frames=4,fps=4",
-        "audio": f"kind=json_file,path={files / 'audio.jsonl'}",
-    }
-    needs = {"audio": "torchcodec.decoders"}
-    return tuple(
-        Load(name, (*common, source), guidellm_counts, NUM_REQUESTS, needs.get(name, ""))
-        for name, source in data.items()
+    common += ("--output", "kind=json,path=report.json", "--disable-console")
+    backend = f"kind=openai_http,target={url},model={MODEL}"
+    text, sounds = (
+        "kind=synthetic_text,prompt_tokens=40,output_tokens=8",
+        f"kind=json_file,path={files / 'audio.jsonl'}",
     )
+    name_to_data = {
+        "text": (text, ""),
+        "image": ("kind=synthetic_image,width=96,height=96,output_tokens=8", ""),
+        "video": ("kind=synthetic_video,width=96,height=96,frames=4,fps=4", ""),
+        "audio": (sounds, ""),
+        "responses": (text, "/v1/responses"),
+        "completions": (text, "/v1/completions"),
+        "embeddings": (text, "/v1/embeddings"),
+        # For streams of transcripts, guidellm reads vLLM's events, and not those of OpenAI.
+        "transcripts": (sounds, "/v1/audio/transcriptions,stream=false"),
+    }
+    loads = []
+    for name, (data, path) in name_to_data.items():
+        whole = backend + (f",request_format={path}" if path else "")
+        needs = "torchcodec.decoders" if data == sounds else ""
+        command = (*common, "--backend", whole, "--data", data)
+        loads.append(Load(name, command, guidellm_counts, NUM_REQUESTS, needs))
+    return tuple(loads)
 
 
 def vllm_loads(url: str, files: Path) -> tuple[Load, ...]:
-    common = ("vllm", "bench", "serve", "--backend", "openai-chat", "--base-url", url, "--model", MODEL)
-    common += ("--endpoint", "/v1/chat/completions", "--tokenizer", str(demo_checkpoint()))
-    common += ("--num-prompts", str(NUM_REQUESTS), "--max-concurrency", str(CONCURRENCY))
-    common += ("--save-result", "--result-dir", ".", "--result-filename", "report.json", "--dataset-name")
+    def of(backend: str, path: str) -> tuple[str, ...]:
+        command = ("vllm", "bench", "serve", "--backend", backend, "--base-url", url, "--model", MODEL)
+        command += ("--endpoint", path, "--tokenizer", str(demo_checkpoint()))
+        command += ("--num-prompts", str(NUM_REQUESTS), "--max-concurrency", str(CONCURRENCY))
+        return (*command, "--save-result", "--result-dir", ".", "--result-filename", "report.json", "--dataset-name")
+
+    common = of("openai-chat", "/v1/chat/completions")
     lengths = ("--random-input-len", "20", "--random-output-len", "8")
 
     def made(shape: str, limits: Mapping[str, int]) -> tuple[str, ...]:
@@ -179,6 +217,14 @@ def vllm_loads(url: str, files: Path) -> tuple[Load, ...]:
         Load("image", common + made("(96, 96, 1)", {"image": 1, "video": 0}), vllm_counts, NUM_REQUESTS),
         Load("video", common + made("(96, 96, 4)", {"image": 0, "video": 1}), vllm_counts, NUM_REQUESTS),
         Load("audio", (*common, *sounds, "--enable-multimodal-chat"), vllm_counts, NUM_REQUESTS),
+        *(
+            Load(name, (*of(backend, path), "random", *lengths), vllm_counts, NUM_REQUESTS)
+            for name, backend, path in (
+                ("completions", "openai", "/v1/completions"),
+                ("responses", "openai-responses", "/v1/responses"),
+                ("embeddings", "openai-embeddings", "/v1/embeddings"),
+            )
+        ),
     )
 
 
@@ -223,10 +269,27 @@ def install(client: Client) -> Path:
     # The file names every package. `vllm` and `guidellm` would ask for gigabytes that a client of HTTP never loads.
     options = ("--no-deps", "--no-warn-conflicts", "--requirement", str(wanted))
     subprocess.run((*pip, *options), check=True, env=variables)
-    for program in folder.glob("lib/python*/site-packages/imageio_ffmpeg/binaries/ffmpeg-*"):
-        (folder / "bin" / "ffmpeg").symlink_to(program)  # aiperf makes its videos with this program.
+    link_ffmpeg(folder)
     stamp.write_text(wanted.read_text())
     return folder
+
+
+def link_ffmpeg(folder: Path) -> None:
+    """Makes FFmpeg usable for the programs of an environment, so that none must be installed on the machine. aiperf
+    runs the program, which `imageio-ffmpeg` brings. torchcodec, with which guidellm reads sounds, loads the libraries,
+    which `av` brings under names of its own; each gets a link with its usual name beside it."""
+    for program in folder.glob("lib/python*/site-packages/imageio_ffmpeg/binaries/ffmpeg-*"):
+        (folder / "bin" / "ffmpeg").symlink_to(program)
+    for library in folder.glob("lib/python*/site-packages/av.libs/lib*-*.so.*"):
+        found = re.fullmatch(r"(lib(?:av|sw)\w+)-[0-9a-f]+(\.so\.\d+).*", library.name)
+        if found is not None:
+            library.with_name(found[1] + found[2]).symlink_to(library.name)
+
+
+def library_path(environment: Path) -> dict[str, str]:
+    """Returns the variable with which a program finds the libraries that `link_ffmpeg` has linked."""
+    folders = [str(path) for path in environment.glob("lib/python*/site-packages/av.libs")]
+    return {"LD_LIBRARY_PATH": os.pathsep.join(folders)} if folders else {}
 
 
 def without_python_path() -> dict[str, str]:
@@ -236,7 +299,14 @@ def without_python_path() -> dict[str, str]:
 
 def can_import(environment: Path, module: str) -> bool:
     command = (str(environment / "bin" / "python"), "-c", f"import {module}")
-    return subprocess.run(command, capture_output=True, env=without_python_path()).returncode == 0
+    variables = without_python_path() | library_path(environment)
+    return subprocess.run(command, capture_output=True, env=variables).returncode == 0
+
+
+def version_of(client: Client) -> str:
+    """Returns the name and version of the client's package."""
+    lines = (HERE / "requirements" / f"{client.name}.txt").read_text().splitlines()
+    return next(line for line in lines if line.startswith(f"{client.package}==")).replace("==", " ")
 
 
 def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str, Counts]:
@@ -244,7 +314,8 @@ def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str
     folder = BUILD / "out" / client.name / load.name.replace(" ", "-")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    variables = without_python_path() | {
+    variables = without_python_path() | library_path(environment)
+    variables |= {
         "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "CLIENTS_ASKED": str(files / "asked.json"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -271,32 +342,49 @@ def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str
     return "", counts
 
 
+HEAD = ("Client", "Load", "Requests", "Errors", "Seconds", "Result")
+
+
+def row(cells: Sequence[str]) -> str:
+    """Returns a row of a table in Markdown, with columns that also line up in a terminal."""
+    widths = (33, 12, 8, 6, 7)
+    padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
+    return f"| {' | '.join((*padded, *cells[len(widths) :]))} |"
+
+
+def run_client(client: Client, files: Path) -> Iterator[tuple[bool, str]]:
+    """Installs a client and runs its loads. Yields for each whether it passed or was left out, and its row."""
+    environment = install(client)
+    for load in client.loads:
+        started_s = time.monotonic()
+        if load.needs and not can_import(environment, load.needs):
+            flaw, counts, result = "", Counts(0, 0), f"left out, because `{load.needs}` can't be loaded"
+        else:
+            flaw, counts = run(load, client, environment, files)
+            result = flaw or "passed"
+        seconds = f"{time.monotonic() - started_s:.1f}"
+        cells = (version_of(client), load.name, str(counts.num_done), str(counts.num_errors), seconds, result)
+        yield not flaw, row(cells)
+
+
 def run_all(names: Sequence[str]) -> int:
     """Runs the loads of the clients with these names, or of all. Returns the exit status."""
-    num_failed, rows = 0, ["client         load       requests  errors  seconds  result"]
+    num_failed, rows = 0, [row(HEAD), f"|{'---|' * len(HEAD)}"]
+    files = BUILD / "files"
+    files.mkdir(parents=True, exist_ok=True)
     with start_cluster(in_process=True, model={"embeddings": "mean"}) as cluster:
-        files = BUILD / "files"
-        files.mkdir(parents=True, exist_ok=True)
         write_files(cluster.url, files)
         for client in clients(cluster.url, files):
             if names and client.name not in names:
                 continue
-            environment = install(client)
-            for load in client.loads:
-                started_s = time.monotonic()
-                if load.needs and not can_import(environment, load.needs):
-                    flaw, counts, result = "", Counts(0, 0), f"left out: `{load.needs}` can't be loaded"
-                else:
-                    flaw, counts = run(load, client, environment, files)
-                    result = flaw or "passed"
-                num_failed += bool(flaw)
-                seconds = time.monotonic() - started_s
-                named = f"{client.name:14} {load.name:10} "
-                rows.append(f"{named}{counts.num_done:8} {counts.num_errors:7} {seconds:8.1f}  {result}")
-                print(rows[-1], flush=True)
-        print("\n" + "\n".join(rows), flush=True)
+            for is_good, line in run_client(client, files):
+                num_failed += not is_good
+                rows.append(line)
+                print(line, flush=True)
+    print("\n" + "\n".join(rows), flush=True)
     return 1 if num_failed else 0
 
 
 if __name__ == "__main__":
+    restore_signals()
     sys.exit(run_all(sys.argv[1:]))

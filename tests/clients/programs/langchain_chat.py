@@ -1,6 +1,6 @@
 """Asks a server with `langchain-openai`: whole, streamed, about a picture, for an object, and for a call of a tool.
 
-The only argument is a file with the questions, which `tests/clients/run.py` writes.
+The only argument is a file with the questions, which `tests/clients/run_clients.py` writes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Asks a server with `litellm`: whole, streamed, about a picture, for a call of a tool, and for embeddings.
 
-The only argument is a file with the questions, which `tests/clients/run.py` writes.
+The only argument is a file with the questions, which `tests/clients/run_clients.py` writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Asks a server with LlamaIndex's client for servers that are like OpenAI's: whole, streamed, about a picture, and for
 a call of a tool.
 
-The only argument is a file with the questions, which `tests/clients/run.py` writes.
+The only argument is a file with the questions, which `tests/clients/run_clients.py` writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Loads a server with locust: each user asks about a text, a picture, a sound or a video, and reads the stream.
 
-`CLIENTS_ASKED` names a file with the questions, which `tests/clients/run.py` writes. A request fails if its status, or
-an event of its stream, says so, or if the stream has no end.
+`CLIENTS_ASKED` names a file with the questions, which `tests/clients/run_clients.py` writes. The tag of a task is its
+modality. A request fails if its status, or an event of its stream, says so, or if the stream has no end.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from locust import HttpUser, task
+from locust import HttpUser, tag, task
 
 ASKED = json.loads(Path(os.environ["CLIENTS_ASKED"]).read_text())
 
@@ -32,18 +32,22 @@ class Asker(HttpUser):
             elif any("error" in json.loads(event[len("data: ") :]) for event in events[:-1]):
                 response.failure("the stream holds an error")
 
+    @tag("text")
     @task
     def text(self) -> None:
         self.ask("text")
 
+    @tag("image")
     @task
     def image(self) -> None:
         self.ask("image")
 
+    @tag("audio")
     @task
     def audio(self) -> None:
         self.ask("audio")
 
+    @tag("video")
     @task
     def video(self) -> None:
         self.ask("video")
