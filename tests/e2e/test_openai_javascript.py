@@ -6,6 +6,7 @@ file, and are installed into `build/` once. Without npm or its registry, these t
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -14,9 +15,10 @@ from typing import Any
 
 import jsonschema
 import pytest
+from client_questions import WORDS, media_question, spoken
 from cluster_process import ClusterProcess
+from media_web import MediaWeb
 
-from deploy.demo.ask import messages, questions
 from deploy.demo.tasks.words import HELLO
 
 pytestmark = pytest.mark.torch
@@ -40,7 +42,7 @@ SEEN = {
     "required": ["shape", "count"],
     "additionalProperties": False,
 }
-PICTURE_QUESTION = next(each.sample for each in questions(0) if each.task == "colour")
+PICTURE_QUESTION, RIGHT = media_question("image")
 
 
 def install() -> None:
@@ -61,16 +63,18 @@ def install() -> None:
 
 
 @pytest.fixture(scope="module")
-def answers(served: ClusterProcess) -> dict[str, Any]:
+def answers(served: ClusterProcess, web: MediaWeb) -> dict[str, Any]:
     install()
     shutil.copy(SOURCES / "drive.mjs", INSTALLED)
-    parts = messages(PICTURE_QUESTION)[-1]["content"]
+    parts = PICTURE_QUESTION[-1]["content"]
     image = next(part["image_url"]["url"] for part in parts if part["type"] == "image_url")
     question = next(part["text"] for part in parts if part["type"] == "text")
+    sounds = {word: base64.b64encode(spoken(word)).decode() for word in WORDS}
+    asked = {"image": image, "question": question, "imageUrl": web.url("/picture.png"), "sounds": sounds}
     done = subprocess.run(
         ["node", "drive.mjs", served.url],
         cwd=INSTALLED,
-        input=json.dumps({"image": image, "question": question}),
+        input=json.dumps(asked),
         capture_output=True,
         text=True,
         timeout=300,
@@ -83,7 +87,7 @@ def answers(served: ClusterProcess) -> dict[str, Any]:
 def test_the_library_reads_chats_whole_and_streamed(answers: dict[str, Any]) -> None:
     chats = answers["chats"]
     assert [chats[name] for name in ("whole", "streamed", "helper")] == [HELLO] * 3
-    assert chats["seen"] == PICTURE_QUESTION.answer
+    assert [chats[name] for name in ("seen", "fetched", "file")] == [RIGHT] * 3
     assert chats["usage"]["completion_tokens"] > 0
 
 
@@ -94,6 +98,32 @@ def test_the_library_joins_calls_and_runs_tools(answers: dict[str, Any]) -> None
         jsonschema.validate(arguments, CALL)
     assert len(tools["given"]) >= 1
     assert tools["results"] == ["sunny"] * len(tools["given"])
+
+
+def test_the_library_reads_a_streamed_call_of_a_named_tool(answers: dict[str, Any]) -> None:
+    assert answers["namedTool"]["name"] == "weather"
+    jsonschema.validate(json.loads(answers["namedTool"]["given"]), CALL)
+
+
+def test_the_library_reads_calls_of_responses(answers: dict[str, Any]) -> None:
+    found = answers["responses"]
+    assert found["whole"] == found["given"] == found["final"]
+    jsonschema.validate(json.loads(found["whole"]), CALL)
+    assert found["types"][:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert found["types"][3:] == [
+        "response.function_call_arguments.delta",
+        "response.function_call_arguments.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
+
+
+def test_the_library_reads_transcripts_in_every_format(answers: dict[str, Any]) -> None:
+    assert set(answers["transcripts"]) == set(WORDS)
+    for word, found in answers["transcripts"].items():
+        assert [found[name] for name in ("whole", "deltas", "done")] == [word] * 3
+        assert found["text"] == f"{word}\n"
+        assert found["sameUsage"]
 
 
 def test_the_library_reads_the_other_endpoints(answers: dict[str, Any]) -> None:
@@ -112,6 +142,9 @@ def test_the_library_throws_the_class_of_the_status(answers: dict[str, Any]) -> 
     assert answers["errors"]["badRequest"] == refused
     assert answers["errors"]["badStream"] == refused
     assert answers["errors"]["notFound"]["name"] == "NotFoundError"
+    sound = {"name": "BadRequestError", "status": 400, "code": "invalid_media", "param": "file"}
+    assert answers["errors"]["badSound"] == sound
+    assert answers["errors"]["unreachable"]["name"] == "UnprocessableEntityError"
 
 
 @pytest.mark.parametrize("provider", ["vercelResponses", "vercelChat", "vercelCompatible"])
@@ -119,9 +152,16 @@ def test_the_vercel_sdk_reads_texts_objects_and_calls(answers: dict[str, Any], p
     found = answers[provider]
     assert (found["text"], found["streamed"]) == (HELLO, HELLO)
     assert found["usage"] > 0
-    assert found["seen"] == PICTURE_QUESTION.answer
+    assert found["seen"] == RIGHT
     jsonschema.validate(found["object"], SEEN)
     assert len(found["given"]) >= 1
     for arguments in found["given"]:
         jsonschema.validate(arguments, CALL)
     assert found["results"] == ["sunny"] * len(found["given"])
+
+
+def test_the_vercel_sdk_reads_embeddings_and_transcripts(answers: dict[str, Any]) -> None:
+    found = answers["vercelOthers"]
+    assert len(set(found["sizes"])) == 1
+    assert found["sizes"][0] > 0
+    assert found["heard"] == found["word"]

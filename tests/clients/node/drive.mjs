@@ -3,14 +3,22 @@
 // what is printed.
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
+import {
+  embedMany,
+  experimental_transcribe as transcribe,
+  generateObject,
+  generateText,
+  stepCountIs,
+  streamText,
+  tool,
+} from "ai";
 import { readFileSync } from "node:fs";
-import OpenAI from "openai";
+import OpenAI, { toFile } from "openai";
 import { z } from "zod";
 
 const model = "weft-demo";
 const baseURL = `${process.argv[2]}/v1`;
-const { image, question } = JSON.parse(readFileSync(0, "utf8"));
+const { image, question, imageUrl, sounds } = JSON.parse(readFileSync(0, "utf8"));
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const greeting = [{ role: "user", content: "Hello" }];
 const parameters = {
@@ -55,11 +63,17 @@ async function chats() {
     { type: "text", text: question },
   ];
   const seen = await client.chat.completions.create({ ...fields, messages: [{ role: "user", content }] });
+  const named = [{ type: "image_url", image_url: { url: imageUrl } }, content[1]];
+  const fetched = await client.chat.completions.create({ ...fields, messages: [{ role: "user", content: named }] });
+  const held = [{ type: "file", file: { filename: "picture.png", file_data: image } }, content[1]];
+  const file = await client.chat.completions.create({ ...fields, messages: [{ role: "user", content: held }] });
   return {
     whole: whole.choices[0].message.content,
     streamed: await textOf(streamed, (chunk) => chunk.choices[0]?.delta.content),
     helper: await helper.finalContent(),
     seen: seen.choices[0].message.content,
+    fetched: fetched.choices[0].message.content,
+    file: file.choices[0].message.content,
     usage: whole.usage,
   };
 }
@@ -97,6 +111,69 @@ async function tools() {
   };
 }
 
+/** Asks for a named tool with a stream, and puts the pieces of the call together as they come. */
+async function namedTool() {
+  const stream = await client.chat.completions.create({
+    ...calling,
+    tool_choice: { type: "function", function: { name: "weather" } },
+    stream: true,
+  });
+  let name = "";
+  let given = "";
+  for await (const chunk of stream) {
+    for (const call of chunk.choices[0]?.delta.tool_calls ?? []) {
+      name += call.function.name ?? "";
+      given += call.function.arguments ?? "";
+    }
+  }
+  return { name, given };
+}
+
+async function responses() {
+  const fields = {
+    model,
+    input: "How is the weather in Rome?",
+    tools: [{ type: "function", strict: true, name: "weather", description: "Asks the weather.", parameters }],
+    tool_choice: "required",
+    parallel_tool_calls: false,
+    max_output_tokens: 400,
+    temperature: 0,
+  };
+  const whole = await client.responses.create(fields);
+  const types = [];
+  let given = "";
+  let last = null;
+  for await (const event of await client.responses.create({ ...fields, stream: true })) {
+    if (types.at(-1) !== event.type) types.push(event.type);
+    if (event.type === "response.function_call_arguments.delta") given += event.delta;
+    last = event;
+  }
+  return { whole: whole.output[0].arguments, given, types, final: last.response.output[0].arguments };
+}
+
+async function transcripts() {
+  const answers = {};
+  for (const [word, data] of Object.entries(sounds)) {
+    const file = () => toFile(Buffer.from(data, "base64"), "said.mp3");
+    const fields = async () => ({ model, file: await file() });
+    const whole = await client.audio.transcriptions.create(await fields());
+    const text = await client.audio.transcriptions.create({ ...(await fields()), response_format: "text" });
+    const stream = await client.audio.transcriptions.create({ ...(await fields()), stream: true });
+    let deltas = "";
+    let done = null;
+    for await (const event of stream) {
+      if (event.type === "transcript.text.delta") deltas += event.delta;
+      if (event.type === "transcript.text.done") done = event;
+    }
+    answers[word] = { whole: whole.text, text, deltas, done: done.text, sameUsage: isSame(whole.usage, done.usage) };
+  }
+  return answers;
+}
+
+function isSame(one, other) {
+  return JSON.stringify(one) === JSON.stringify(other);
+}
+
 async function others() {
   const completion = await client.completions.create({ model, prompt: ["The red", "A blue"], max_tokens: 4, echo: true });
   const response = await client.responses.create({ model, input: "Hello", temperature: 0 });
@@ -121,11 +198,26 @@ async function errors() {
     badStream: await thrown(() =>
       client.chat.completions.create({ model, messages: greeting, temperature: 9, stream: true }),
     ),
+    badSound: await thrown(async () =>
+      client.audio.transcriptions.create({ model, file: await toFile(Buffer.from("no sound"), "said.mp3") }),
+    ),
+    unreachable: await thrown(() => {
+      const content = [{ type: "image_url", image_url: { url: `${imageUrl}.gone` } }];
+      return client.chat.completions.create({ model, messages: [{ role: "user", content }] });
+    }),
     notFound: await thrown(() => client.chat.completions.create({ model: "other", messages: greeting })),
   };
 }
 
 const seenSchema = z.object({ shape: z.enum(["circle", "square"]), count: z.literal([1, 2, 3]) });
+
+/** Asks the Vercel AI SDK for embeddings and a transcript. */
+async function vercelOthers(provider) {
+  const one = await embedMany({ model: provider.textEmbeddingModel(model), values: ["A red circle", "A blue square"] });
+  const [word, data] = Object.entries(sounds)[0];
+  const heard = await transcribe({ model: provider.transcription(model), audio: Buffer.from(data, "base64") });
+  return { sizes: one.embeddings.map((each) => each.length), word, heard: heard.text };
+}
 
 /** Asks one model of the Vercel AI SDK for a text, a stream, an object, and a call of a tool. */
 async function vercel(each) {
@@ -173,10 +265,14 @@ const compatible = createOpenAICompatible({ name: "weft", baseURL, supportsStruc
 const answers = {
   chats: await chats(),
   tools: await tools(),
+  namedTool: await namedTool(),
+  responses: await responses(),
+  transcripts: await transcripts(),
   others: await others(),
   errors: await errors(),
   vercelResponses: await vercel(openai(model)),
   vercelChat: await vercel(openai.chat(model)),
+  vercelOthers: await vercelOthers(openai),
   vercelCompatible: await vercel(compatible(model)),
 };
 console.log(JSON.stringify(answers));
