@@ -178,6 +178,7 @@ class ChatAnswer:
         self._fresh = FreshTokens(source, request)
         self._reader = PieceReader(source)
         self._gathered = [GatheredChoice() for _ in source.choices]
+        self._is_empty = [True] * len(source.choices)
         self._shows_reasoning = request.include_reasoning is not False
 
     def opening(self) -> bytes:
@@ -224,7 +225,8 @@ class ChatAnswer:
         )
 
     def _events(self, delta: Delta) -> Iterator[bytes]:
-        """Yields the events of one delta. Details go with the first event, or alone if there is none."""
+        """Yields the events of one delta. Details go with the first event, or alone if there is none. An answer without
+        any text gets an event with an empty one: `vllm bench serve` counts a stream without text as failed."""
         choice = delta.choice
         pieces = self._reader.pieces(delta)
         details = self._details(choice) if pieces or self._fresh.is_wanted else {}
@@ -232,8 +234,11 @@ class ChatAnswer:
             event = self._event(choice, piece, details)
             if event:
                 yield event
-                details = {}
+                details, self._is_empty[choice] = {}, False
         if delta.finish_reason is not None:
+            if self._is_empty[choice]:
+                yield self._writer.text(choice, "", details)
+                details = {}
             reason = self._reader.finish_reason(choice, delta.finish_reason)
             yield self._writer.finish(choice, reason, details, self._source.degraded)
         elif details and details.get("token_ids", details.get("logprobs")):

@@ -42,6 +42,8 @@ NUM_REQUESTS = 16
 CONCURRENCY = 4
 LOAD_TIMEOUT_S = 300.0
 MODALITIES = ("text", "image", "audio", "video")
+SPOKEN = ROOT / "tests" / "media" / "blue.mp3"
+"""Is a sound in which the word that names it is said."""
 MODALITY_TO_TASK = {"image": "colour", "audio": "beeps", "video": "direction"}
 
 
@@ -99,7 +101,8 @@ def guidellm_counts(folder: Path, output: str) -> Counts:
 
 def vllm_counts(folder: Path, output: str) -> Counts:
     report = json.loads((folder / "report.json").read_text())
-    return Counts(report["completed"], report["failed"])
+    # The report on embeddings counts no failures.
+    return Counts(report["completed"], report.get("failed", report["num_prompts"] - report["completed"]))
 
 
 def locust_counts(folder: Path, output: str) -> Counts:
@@ -241,6 +244,9 @@ def write_files(url: str, folder: Path) -> None:
         "picture": next(part["image_url"]["url"] for part in parts if part["type"] == "image_url"),
         "question": next(part["text"] for part in parts if part["type"] == "text"),
         "answer": samples["colour"].answer,
+        "heard": samples["beeps"].answer,
+        "spoken": str(SPOKEN),
+        "word": SPOKEN.stem,
         "loads": asked,
     }
     (folder / "asked.json").write_text(json.dumps(content))
@@ -336,7 +342,10 @@ def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str
     (folder / "output.txt").write_text(done.stdout)
     if done.returncode:
         return f"status {done.returncode}, see {(folder / 'output.txt').relative_to(ROOT)}", Counts(0, 0)
-    counts = load.counts(folder, done.stdout)
+    try:
+        counts = load.counts(folder, done.stdout)
+    except (OSError, LookupError, ValueError) as error:
+        return f"the report can't be read: {error!r}", Counts(0, 0)
     if counts.num_errors or counts.num_done < load.num_wanted:
         return f"{counts.num_done} of {load.num_wanted} requests, {counts.num_errors} errors", counts
     return "", counts

@@ -1,4 +1,5 @@
-"""Asks a server with `litellm`: whole, streamed, about a picture, for a call of a tool, and for embeddings.
+"""Asks a server with `litellm`: whole, streamed, about a picture, for a call of a tool, for embeddings,
+and for a transcript.
 
 The only argument is a file with the questions, which `tests/clients/run_clients.py` writes.
 """
@@ -41,6 +42,14 @@ def main() -> None:
         arguments = json.loads(call.function.arguments)
         assert len(arguments["city"]) <= 12
         assert 1 <= arguments["days"] <= 9
+    named = {"type": "function", "function": {"name": "weather"}}
+    chunks = list(
+        litellm.completion(**server, **hello, tools=[WEATHER], tool_choice=named, max_tokens=400, stream=True)
+    )
+    (joined,) = litellm.stream_chunk_builder(chunks).choices[0].message.tool_calls
+    assert json.loads(joined.function.arguments).keys() == {"city", "days"}
+    with Path(asked["spoken"]).open("rb") as sound:
+        assert litellm.transcription(**server, file=sound).text == asked["word"]
     assert litellm.responses(**server, input="Hello", temperature=0).output[0].content[0].text == asked["hello"]
     found = litellm.embedding(**server, input=["A red circle", "A blue square"], encoding_format="float")
     assert len(found.data) == 2
@@ -50,7 +59,7 @@ def main() -> None:
         pass
     else:
         raise AssertionError("litellm raised no NotFoundError for an unknown model")
-    print("requests without an error: 7")
+    print("requests without an error: 9")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+import openai
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, TextBlock
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
@@ -52,7 +53,16 @@ def main() -> None:
     assert calls
     for call in calls:
         assert "sunny" in tool(**call.tool_kwargs).content
-    print("requests without an error: 4")
+    try:
+        OpenAILike(model="other", api_base=asked["url"], api_key="none", is_chat_model=True, max_retries=0).chat(hello)
+    except openai.NotFoundError:
+        pass
+    else:
+        raise AssertionError("LlamaIndex raised no NotFoundError for an unknown model")
+    *_, last = llm.stream_chat_with_tools([tool], user_msg="How is the weather in Rome?", tool_required=True)
+    (streamed,) = llm.get_tool_calls_from_response(last)
+    assert "sunny" in tool(**streamed.tool_kwargs).content
+    print("requests without an error: 6")
 
 
 if __name__ == "__main__":

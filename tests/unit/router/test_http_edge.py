@@ -67,6 +67,17 @@ async def test_stream_without_usage_has_no_usage_chunk() -> None:
         assert all(chunk["choices"] and "usage" not in chunk for chunk in chunks)
 
 
+async def test_a_streamed_answer_without_text_has_an_event_with_an_empty_one() -> None:
+    """`vllm bench serve` counts a request as failed if no event after the first one has text."""
+    async with served() as (cluster, client):
+        cluster.workers[0].script.reply = ""
+        response = await client.post(CHAT, content=chat_body(stream=True, n=2))
+        chunks = [chunk["choices"][0] for chunk in events(response.content)[:-1]]
+        for choice in range(2):
+            deltas = [chunk["delta"] for chunk in chunks if chunk["index"] == choice]
+            assert deltas == [{"role": "assistant", "content": ""}, {"content": ""}, {}]
+
+
 async def test_label_is_echoed_if_it_is_fit_and_never_becomes_an_id() -> None:
     async with served() as (cluster, client):
         good = await client.post(CHAT, content=chat_body(), headers={"x-request-id": "trace-1/2"})
