@@ -41,9 +41,13 @@ RENEWAL_S = 5.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Returns a bound TCP socket; port 0 picks a free one. Raises ConfigError if the address is not available."""
+    """Returns a bound TCP socket; port 0 picks a free one. Raises ConfigError if the address is not available.
+
+    The protocol is named, because asyncio switches Nagle's algorithm off only for sockets that say that they speak TCP.
+    With it, each part of an answer would wait until the client has confirmed the one before, 40 ms under Linux.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if port:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -59,6 +59,24 @@ def get(port: int) -> bytes:
         client.close()
 
 
+async def test_parts_of_an_answer_do_not_wait_for_each_other() -> None:
+    app = NamedApp("one")
+    app.goes_on.clear()
+    server = HttpServer(app, HOST, 0)
+    await server.start()
+    reader, writer = await asyncio.open_connection(HOST, server.port)
+    try:
+        writer.write(b"GET / HTTP/1.1\r\nhost: weft\r\n\r\n")
+        await reader.readuntil(b"one\r\n")
+        (connection,) = server._guard.connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    finally:
+        app.goes_on.set()
+        writer.close()
+        await server.stop()
+
+
 async def test_front_ends_of_one_host_share_a_port_and_one_that_stops_leaves_it_to_the_other() -> None:
     """The kernel spreads connections over the listening sockets: it is practically impossible that 64 of them all reach
     one by chance."""
