@@ -91,7 +91,11 @@ def _responses(responses: Fields, document: Fields) -> str:
             f"<code>{text(media_type)}</code> {kind_of(content['schema'])}"
             for media_type, content in response.get("content", {}).items()
         )
-        rows.append((text(status), prose(response["description"]), kinds))
+        leads = [
+            f' <a href="#{text(link["operationId"])}">{prose(link["description"])}</a>'
+            for link in response.get("links", {}).values()
+        ]
+        rows.append((text(status), prose(response["description"]) + "".join(leads), kinds))
     return f"<details><summary>Answers</summary>{_table(('Status', 'Meaning', 'Body'), rows)}</details>"
 
 

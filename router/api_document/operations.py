@@ -46,6 +46,19 @@ class ServedApi(NamedTuple):
     """Describes features of a picture that the server takes; it is None if it takes none."""
 
 
+class Link(NamedTuple):
+    """A `Link` says which value of an answer names what another operation reads."""
+
+    name: str
+    operation: str
+    """Is the id of the other operation."""
+    parameter: str
+    """Names the parameter of the other operation."""
+    value: str
+    """Says where the value stands, as a runtime expression of OpenAPI."""
+    description: str
+
+
 class Operation(NamedTuple):
     """An `Operation` is one method of one path."""
 
@@ -72,6 +85,8 @@ class Operation(NamedTuple):
     """Is the media type of the body."""
     headers: Sequence[str] = ()
     """Names the headers of its answers beyond `x-request-id`."""
+    links: Sequence[Link] = ()
+    """Says where a successful answer leads."""
 
 
 MADE_HEADERS = ("x-weft-request-id", "openai-processing-ms", *RATE_HEADERS)
@@ -82,6 +97,21 @@ _FORMAT: Schema = {
     "schema": {"enum": ["html", "json"]},
 }
 LIMIT: Schema = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_LISTED}, {"const": ""}]}
+RECORD = Link(
+    "record",
+    "getRequest",
+    "request_id",
+    "$response.header.x-weft-request-id",
+    "An operator finds the record of the request under the id in this header.",
+)
+LISTED_RECORD = Link(
+    "record",
+    "getRequest",
+    "request_id",
+    "$response.body#/requests/0/request_id",
+    "Each request of the list has a record under its id.",
+)
+LISTED_MODEL = Link("model", "getModel", "model_id", "$response.body#/data/0/id", "The model has a path of its own.")
 BAD_PARAMETER: Errors = (InvalidRequest,)
 GONE: Errors = (*KEY, ModelNotFound)
 """Is answered 404 for a name that is not there."""
@@ -112,6 +142,7 @@ def _generation(served: ServedApi) -> list[Operation]:
             chat_examples(model, modalities, served.features),
             events="ChatCompletionEvent",
             headers=MADE_HEADERS,
+            links=(RECORD,),
         ),
         Operation(
             "post",
@@ -127,6 +158,7 @@ def _generation(served: ServedApi) -> list[Operation]:
             completion_examples(model),
             events="CompletionEvent",
             headers=MADE_HEADERS,
+            links=(RECORD,),
         ),
         Operation(
             "post",
@@ -142,6 +174,7 @@ def _generation(served: ServedApi) -> list[Operation]:
             response_examples(model, modalities),
             events="ResponseEvent",
             headers=MADE_HEADERS,
+            links=(RECORD,),
         ),
         Operation(
             "post",
@@ -157,6 +190,7 @@ def _generation(served: ServedApi) -> list[Operation]:
             events="TranscriptEvent" if "audio" in modalities else "",
             request_type=FORM_TYPE,
             headers=MADE_HEADERS,
+            links=(RECORD,),
         ),
     ]
 
@@ -178,6 +212,7 @@ def _prompts(served: ServedApi) -> list[Operation]:
             "EmbeddingRequest",
             embedding_examples(model) if served.has_embeddings else (),
             headers=MADE_HEADERS,
+            links=(RECORD,),
         ),
         Operation(
             "post",
@@ -192,6 +227,7 @@ def _prompts(served: ServedApi) -> list[Operation]:
             "TokenizeRequest",
             tokenize_examples(model),
             headers=("x-weft-request-id", *RATE_HEADERS),
+            links=(RECORD,),
         ),
         Operation(
             "post",
@@ -213,7 +249,9 @@ def _prompts(served: ServedApi) -> list[Operation]:
 def _models() -> list[Operation]:
     tag, name = "Models", "The name of the model."
     return [
-        _read("/v1/models", "listModels", tag, "List the models", "There is one model.", "ModelList"),
+        _read("/v1/models", "listModels", tag, "List the models", "There is one model.", "ModelList")._replace(
+            links=(LISTED_MODEL,)
+        ),
         _read(
             "/v1/models/{model_id}",
             "getModel",
@@ -262,6 +300,7 @@ def _cluster() -> list[Operation]:
             parameters=filters,
             answers={JSON_TYPE: "RequestList", HTML_TYPE: ""},
             errors=(*OPERATOR, *BAD_PARAMETER),
+            links=(LISTED_RECORD,),
         ),
         record._replace(
             parameters=[by_id, _FORMAT],

@@ -136,7 +136,9 @@ _RATE_TO_DESCRIPTION = {
 }
 HEADERS: dict[str, Schema] = {
     "x-request-id": _header("The client's own `x-request-id`, or else the id of the request.", is_required=True),
-    "x-weft-request-id": _header("The id under which `/weft/requests` finds the request."),
+    "x-weft-request-id": _header(
+        "The id under which `/weft/requests` finds the request, if it had a prompt or asked for an answer."
+    ),
     "openai-processing-ms": _header("The time from the arrival of the request to its answer.", pattern="^[0-9]+$"),
     "retry-after": _header("Come back after this many seconds.", pattern="^[0-9]+$", is_required=True),
     "retry-after-ms": _header("Come back after this many milliseconds.", pattern="^[0-9]+$", is_required=True),

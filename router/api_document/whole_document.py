@@ -10,7 +10,7 @@ from typing import Any
 
 from router.api_document.answer_schemas import OPEN, answer_schemas
 from router.api_document.chunk_schemas import chunk_schemas
-from router.api_document.operations import EVENTS_TYPE, JSON_TYPE, Operation, ServedApi, operations
+from router.api_document.operations import EVENTS_TYPE, JSON_TYPE, Link, Operation, ServedApi, operations
 from router.api_document.refusals import HEADERS, header_refs, refusals
 from router.api_document.request_schemas import Schema, ref, request_schemas
 
@@ -106,12 +106,22 @@ def _responses(operation: Operation, shared: SharedResponses) -> dict[str, Schem
     answers: dict[str, Schema] = {}
     if content:
         answers["200"] = {"description": operation.summary + ".", "headers": headers, "content": content}
+    if content and operation.links:
+        answers["200"]["links"] = {link.name: _link(link) for link in operation.links}
     for status, response in refusals(operation.errors, operation.headers).items():
         answers[status] = shared.refer(f"{operation.name}{status}", response)
     if operation.is_unavailable:
         missing = {"description": "The server can't serve now.", "headers": headers}
         answers["503"] = missing | {"content": {JSON_TYPE: {"schema": ref(operation.is_unavailable)}}}
     return answers
+
+
+def _link(link: Link) -> Schema:
+    return {
+        "operationId": link.operation,
+        "parameters": {link.parameter: link.value},
+        "description": link.description,
+    }
 
 
 def _events(name: str) -> Schema:

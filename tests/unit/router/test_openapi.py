@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from html.parser import HTMLParser
 from typing import Any
 
@@ -102,6 +103,45 @@ async def test_prompts_with_log_probabilities_fit_the_schemas() -> None:
             answer = await client.post(path, json=scored | fields)
             assert answer.status_code == 200
             assert description.flaws("post", path, answer) == []
+
+
+async def test_links_of_an_answer_lead_to_what_they_name() -> None:
+    bodies = {
+        CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+        COMPLETIONS: {"prompt": "hi"},
+        RESPONSES: {"input": "hi"},
+        "/v1/embeddings": {"input": "hi"},
+        "/tokenize": {"prompt": "hi"},
+    }
+    async with served(embeddings="last") as (_, client):
+        description = await description_of(client)
+        paths = {
+            operation["operationId"]: path
+            for path, methods in description.document["paths"].items()
+            for operation in methods.values()
+        }
+        followed = []
+        for method, path in [*(("post", path) for path in bodies), ("get", "/v1/models"), ("get", "/weft/requests")]:
+            body = {"model": TINY_MODEL} | bodies[path] if method == "post" else None
+            answer = await client.request(method, path, json=body)
+            (link,) = description.response(method, path, 200)["links"].values()
+            ((parameter, expression),) = link["parameters"].items()
+            named = re.fullmatch(r"\$response\.(header\.|body#/)(.*)", expression)
+            assert named is not None
+            value: Any = answer.headers if named[1] == "header." else answer.json()
+            for step in named[2].split("/"):
+                value = value[int(step) if step.isdigit() else step]
+            found = await client.get(paths[link["operationId"]].replace(f"{{{parameter}}}", value))
+            assert found.status_code == 200, path
+            assert value in (found.json().get("id"), found.json().get("request_id")), path
+            followed.append(path)
+        linked = {
+            path
+            for path, methods in description.document["paths"].items()
+            for operation in methods.values()
+            if operation["responses"].get("200", {}).get("links")
+        }
+        assert linked == set(followed)
 
 
 async def test_a_field_that_the_document_does_not_know_is_noticed() -> None:
