@@ -54,9 +54,9 @@ unit property contract parity e2e fault gpu: install
 small: install
 	$(BIN)/python -m pytest tests/unit tests/property tests/contract -q $(PARALLEL) --dist worksteal
 
-# All phases of schemathesis on the OpenAPI document; `make test` runs the examples and a few generated requests.
+# All phases of schemathesis on the OpenAPI document, with many more generated requests than in `make test`.
 api-fuzz: install
-	WEFT_FUZZ_EXAMPLES=100 WEFT_FUZZ_PHASES=examples,coverage,fuzzing,stateful $(BIN)/python -m pytest tests/contract/test_api_fuzz.py -q
+	WEFT_FUZZ_EXAMPLES=200 $(BIN)/python -m pytest tests/contract/test_api_fuzz.py -q -n 2
 
 # The documentation site, in build/site. A link to nothing, or a page that loads anything from another host, is an error.
 docs: install

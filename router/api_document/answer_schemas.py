@@ -129,7 +129,7 @@ def _completions() -> dict[str, Schema]:
     logprobs = {
         "tokens": array(TEXT),
         "token_logprobs": array({"type": ["number", "null"]}),
-        "top_logprobs": array(nullable({"type": "object", "additionalProperties": NUMBER})),
+        "top_logprobs": nullable(array(nullable({"type": "object", "additionalProperties": NUMBER}))),
         "text_offset": IDS,
     }
     choices = array(completion_choice(one_of_values("stop", "length")))

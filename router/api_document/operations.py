@@ -259,7 +259,7 @@ def _models() -> list[Operation]:
             "Describe a model",
             "Returns the model and the length of its context.",
             "Model",
-        )._replace(parameters=[_path_parameter("model_id", name)], errors=GONE),
+        )._replace(parameters=[_path_parameter("model_id", name)], errors=(*BAD_PARAMETER, *GONE)),
     ]
 
 

@@ -67,6 +67,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "user", "content": [image()]}], "logprobs": True, "top_logprobs": 3, "n": 2}),
     (CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}),
     (COMPLETIONS, {"prompt": ["one", "two"], "logprobs": 2}),
+    (COMPLETIONS, {"prompt": "one", "logprobs": 0}),
     (RESPONSES, {"input": "hi", "top_logprobs": 2, "max_output_tokens": 8}),
     (RESPONSES, {"input": "hi", "tools": [{"type": "function", **TOOLS[0]["function"]}]}),
 ]
