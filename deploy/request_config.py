@@ -39,8 +39,8 @@ class AccessSection(Section):
     allowed_origins: tuple[Annotated[str, Field(pattern=r"^(\*|[a-zA-Z][a-zA-Z0-9+.-]*://[^/\s]+)$")], ...] = (
         default_of(RouterConfig, "allowed_origins")
     )
-    """Lists the sites, such as `https://chat.example.com`, whose pages may send requests to a cluster without keys,
-    besides pages of the cluster itself; `*` allows all."""
+    """Lists the sites, such as `https://chat.example.com`, whose pages may send requests and read the answers; `*`
+    allows all. Pages of the cluster itself always may."""
     burst_s: float = Field(default_of(RouterConfig, "rate_burst_s"), ge=1, le=3600)
     """A quota per minute lets through what it gives in this many seconds at once. A smaller number spreads requests
     more evenly, and refuses more of them."""

@@ -136,7 +136,7 @@ class RouterConfig:
     """Lists the names under which a cluster without keys may be asked, besides addresses and `localhost`; None allows
     all names."""
     allowed_origins: tuple[str, ...] = ()
-    """Lists the sites whose pages may ask a cluster without keys, besides the cluster's own."""
+    """Lists the sites whose pages may send requests and read the answers, besides the cluster's own."""
     rate_burst_s: float = 60.0
     """A quota per minute lets through what it gives in this time at once."""
     batch_wait_s: float = 60.0

@@ -408,8 +408,8 @@ _SLACK_BYTES = 1
 _SLACK_MP3_BYTES = 128
 """Allows for a tag at the end that was counted and removed later."""
 _NO_SIZE = 0x7FFF_F000
-"""A RIFF size of this or more means that the writer did not know the size, because it wrote to a pipe. SoX and espeak-ng
-write the smallest one, FFmpeg the largest that fits."""
+"""A RIFF size of this or more means that the writer did not know the size, because it wrote to a pipe. SoX and
+espeak-ng write the smallest one, FFmpeg the largest that fits."""
 _TOP_LEVEL_BOXES = (b"ftyp", b"moov", b"mdat", b"moof", b"free", b"skip", b"wide", b"styp", b"sidx", b"uuid")
 """Lists the boxes that a file may have at its top level."""
 

@@ -48,7 +48,7 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
-from router.edge.cross_site import BodyType, check_content_type
+from router.edge.cross_site import BodyType, check_content_type, shared_with_sites
 from router.edge.document_routes import DocumentEdge
 from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
 from router.edge.event_stream import EventStream
@@ -101,7 +101,8 @@ def create_api(service: RouterService) -> FastAPI:
 def create_app(service: RouterService) -> ASGIApp:
     """Returns the ASGI app of one router: its API behind the check of keys and the access log. It starts nothing: the
     owner of the service starts and stops it."""
-    return AccessLog(AccessControl(RouteTable(create_api(service)), service), internal_error)
+    guarded = AccessControl(RouteTable(create_api(service)), service)
+    return AccessLog(shared_with_sites(guarded, service.config.allowed_origins), internal_error)
 
 
 async def route_error(request: Request, error: Exception) -> Response:

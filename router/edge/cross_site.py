@@ -3,6 +3,7 @@
 `check_site` is for clusters that ask for no key. Any page may have a browser send a request to any server, and a site
 whose name suddenly leads to this machine (DNS rebinding) may even read the answer. `check_content_type` holds for all
 clusters: browsers ask before they send JSON to another site, and send other types of bodies without a question.
+`shared_with_sites` lets pages of chosen sites read answers.
 
 Programs other than browsers notice little: they send no `Origin`. The rules for origins are those of Go's
 `http.CrossOriginProtection`, and the check of names is like Ollama's and Jupyter's. The module knows nothing of routes.
@@ -14,7 +15,8 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from starlette.types import Scope
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Scope
 
 from fabric.contracts import Forbidden, UnsupportedContentType
 from router.api import shown
@@ -25,6 +27,22 @@ READING = ("GET", "HEAD", "OPTIONS")
 LOOPBACK_NAMES = ("localhost", "*.localhost")
 CURL_TYPE = "application/x-www-form-urlencoded"
 MAX_SHOWN_CHARS = 64
+PREFLIGHT_S = 600
+"""A browser may remember for this time what it may send."""
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-weft-request-id",
+    "openai-processing-ms",
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    *(
+        f"x-ratelimit-{part}-{unit}"
+        for part in ("limit", "remaining", "reset")
+        for unit in ("requests", "tokens", "media-seconds")
+    ),
+)
+"""Lists the headers of answers that a page may read, besides those that the Fetch standard always permits."""
 
 
 def check_content_type(scope: Scope, wanted: BodyType) -> None:
@@ -64,6 +82,22 @@ def check_site(scope: Scope, allowed_hosts: Sequence[str] | None, allowed_origin
     raise Forbidden(
         f"a page of another site, {shown((origin or 'null')[:MAX_SHOWN_CHARS])}, sent this request; the operator can"
         " add the site to `access.allowed_origins`, or set keys"
+    )
+
+
+def shared_with_sites(app: ASGIApp, allowed_origins: Sequence[str]) -> ASGIApp:
+    """Returns the app with the answers that let browsers show its own to pages of these sites (the CORS protocol of the
+    Fetch standard). Browsers ask before they send JSON, and without a key. The app itself is returned if there is no
+    such site: then browsers keep every answer from pages of others."""
+    if not allowed_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=allowed_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=EXPOSED_HEADERS,
+        max_age=PREFLIGHT_S,
     )
 
 

@@ -29,6 +29,7 @@ OTHER_TYPES = (
     "text/plain, application/json",
 )
 JSON_TYPES = ("application/json", "Application/JSON", "application/json; charset=utf-8", "application/problem+json", "")
+JSON = "application/json"
 KEY = "a-key"
 KEYED = Tenant("a", key_digests=(hashlib.sha256(KEY.encode()).hexdigest(),))
 OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/openapi.json", "/docs")
@@ -121,6 +122,36 @@ async def test_allowed_origins_may_send_requests() -> None:
     async with served(allowed_origins=("*",)) as (_, client):
         headers = {"origin": "null"}
         assert (await client.post(CHAT, content=chat_body(), headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("tenants", [(), (KEYED,)], ids=["without keys", "with keys"])
+async def test_pages_of_allowed_origins_may_read_answers(tenants: tuple[Tenant, ...]) -> None:
+    site = "https://chat.example"
+    async with served(allowed_origins=(site,), tenants=tenants) as (cluster, client):
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type",
+        }
+        question = await client.options(CHAT, headers={"origin": site, **asked})
+        assert question.status_code == 200
+        assert question.headers["access-control-allow-origin"] == site
+        assert {"authorization", "content-type"} <= {
+            name.strip() for name in question.headers["access-control-allow-headers"].split(",")
+        }
+        assert "POST" in question.headers["access-control-allow-methods"]
+        assert "access-control-allow-credentials" not in question.headers
+        for is_streamed in (False, True):
+            body = chat_body(stream=is_streamed)
+            answer = await client.post(
+                CHAT, content=body, headers={"origin": site, "authorization": f"Bearer {KEY}", "content-type": JSON}
+            )
+            assert answer.status_code == 200
+            assert answer.headers["access-control-allow-origin"] == site
+            assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        other = await client.options(CHAT, headers={"origin": "https://evil.example", **asked})
+        assert other.status_code == 400
+        assert "access-control-allow-origin" not in other.headers
+        assert len(cluster.workers[0].requests) == 2
 
 
 async def test_with_keys_the_key_decides() -> None:
