@@ -6,7 +6,8 @@ reads the headers of its media and plans them as items that fit the context, `ge
 drawn, when generation ends and what the output must match, and `answer_formats` decides how calls of tools and
 reasoning are written and read. The router service holds one `PromptBuilder`; a request's run sends the parts of a
 `Prompt` to members, and its degradation policy names what to leave out (`ItemKey`, `Losses`). The folder decodes no
-media, and knows nothing of workers, encoders or routes."""
+media, and knows nothing of workers, encoders or routes.
+"""
 
 from router.prompt.answer_formats import PLAIN, AnswerPlan, new_call_id
 from router.prompt.prompt_builder import Draft, Prompt, PromptBuilder, PromptRequest

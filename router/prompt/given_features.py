@@ -1,9 +1,9 @@
 """Reads the features of pictures that clients have computed themselves: parts of the type `image_embeds`, as vLLM takes
 them, but in the safetensors format.
 
-`FeatureReader` checks everything that is known without a model's weights: that the operator takes features at all, the
-size, the format, the shape, the dtype, that all numbers are finite, and that a picture that the model takes has as many
-tokens. What it returns are the bytes that an encoder would have stored, so the encoder that gets them only has to
+`ImageEmbedsReader` checks everything that is known without a model's weights: that the operator takes features at all,
+the size, the format, the shape, the dtype, that all numbers are finite, and that a picture that the model takes has as
+many tokens. What it returns are the bytes that an encoder would have stored, so the encoder that gets them only has to
 announce them. The module knows nothing of other media.
 """
 
@@ -36,8 +36,8 @@ MAX_SIDE = 2**31
 """Limits the integers in these fields."""
 
 
-class FeatureReader:
-    """A `FeatureReader` reads features for one model. It has no state; each router has one."""
+class ImageEmbedsReader:
+    """A `ImageEmbedsReader` reads features for one model. It has no state; each router has one."""
 
     def __init__(self, family: Family, dtype: str, *, is_enabled: bool) -> None:
         """`dtype` names the dtype in which the model computes."""

@@ -58,7 +58,7 @@ from router.prompt.generation_options import (
     structure_field,
     too_slow,
 )
-from router.prompt.given_features import FeatureReader
+from router.prompt.given_features import ImageEmbedsReader
 from router.prompt.named_media import NamedMedia
 from router.prompt.request_media import (
     NOTHING_LOST,
@@ -217,7 +217,7 @@ class PromptBuilder:
             MediaSources(
                 self._url_media,
                 NamedMedia(config.named_media_bytes),
-                FeatureReader(family, config.feature_dtype, is_enabled=config.takes_image_embeds),
+                ImageEmbedsReader(family, config.feature_dtype, is_enabled=config.takes_image_embeds),
             ),
         )
         self._planner = MediaPlanner(family)

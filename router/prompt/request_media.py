@@ -36,7 +36,7 @@ from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, decod
 from modalities.registry import Registry
 from router.api import IMAGE_EMBEDS, PART_TYPE_TO_MODALITY, MediaPart, shown
 from router.fetch import FetchedFile
-from router.prompt.given_features import FeatureReader
+from router.prompt.given_features import ImageEmbedsReader
 from router.prompt.named_media import NamedFile, NamedMedia
 from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 
@@ -61,7 +61,7 @@ class MediaSources(NamedTuple):
     """Fetches; without it, only `data:` URLs are taken."""
     named_media: NamedMedia | None = None
     """Keeps media to which clients gave names; without it, none are kept."""
-    features: FeatureReader | None = None
+    features: ImageEmbedsReader | None = None
     """Reads features that clients send in place of pictures; without it, none are taken."""
 
 
@@ -173,7 +173,7 @@ class MediaReader:
                 message = f"a request may have at most {most} {modality} {'item' if most == 1 else 'items'}{tracks}"
                 raise InvalidRequest(message, param=part)
 
-    def _feature_reader(self, part: MediaPart) -> FeatureReader:
+    def _feature_reader(self, part: MediaPart) -> ImageEmbedsReader:
         if self._features is None:
             raise UnsupportedModality("this server takes no features as input", param=part.param)
         return self._features

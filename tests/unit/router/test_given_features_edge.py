@@ -22,7 +22,7 @@ from modalities.family import HasLeastPixels, TakesFeatures
 from modalities.media import MediaLimits
 from router.api import MediaPart
 from router.planning import ClusterState
-from router.prompt.given_features import FeatureReader
+from router.prompt.given_features import ImageEmbedsReader
 
 CHAT = "/v1/chat/completions"
 WIDTH = 8
@@ -103,7 +103,7 @@ async def test_identity_is_that_of_the_content() -> None:
     assert hashes[4] != hashes[5], "the grid decides where the tokens stand"
     (salted,) = await items_of(features(encoded(ROWS)), cache_salt="mine")
     assert salted.mm_hash not in hashes
-    file = FeatureReader(TinyFamily(), "float32", is_enabled=True).read(part(encoded(ROWS)), MediaLimits())
+    file = ImageEmbedsReader(TinyFamily(), "float32", is_enabled=True).read(part(encoded(ROWS)), MediaLimits())
     digests = {content_digest(file.data), content_digest(frame([file.data]))}
     assert file.digest not in digests, "no file of a picture may have the digest of features"
 
@@ -179,14 +179,14 @@ async def test_features_are_refused_unless_the_operator_takes_them() -> None:
 class PictureFamily(TinyFamily):
     """Takes no features."""
 
-    plan_features = None  # type: ignore[assignment]
-    least_features = property()  # type: ignore[assignment]
+    plan_features = None
+    least_features = property()
 
 
 async def test_a_model_that_takes_none_refuses_them() -> None:
     bare = PictureFamily()
     assert not isinstance(bare, TakesFeatures | HasLeastPixels)
-    reader = FeatureReader(bare, "float32", is_enabled=True)
+    reader = ImageEmbedsReader(bare, "float32", is_enabled=True)
     with pytest.raises(WeftError, match="takes no features as input") as caught:
         reader.check(part(encoded(ROWS)))
     assert caught.value.code == "unsupported_modality"
@@ -257,7 +257,7 @@ def part(value: object) -> MediaPart:
     return MediaPart("image_embeds", {"type": "image_embeds", "image_embeds": value}, "messages.0.content.0")
 
 
-READER = FeatureReader(TinyFamily(), "float32", is_enabled=True)
+READER = ImageEmbedsReader(TinyFamily(), "float32", is_enabled=True)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.just(encoded(ROWS)),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
@@ -284,7 +284,7 @@ def test_whatever_is_sent_is_taken_or_refused(value: object) -> None:
         refused = None
         found = np.frombuffer(file.data, np.float32)
         assert np.isfinite(found).all()
-        assert len(found) == WIDTH * file.header.num_tokens  # type: ignore[union-attr]
+        assert len(found) == WIDTH * file.header.num_tokens
     assert refused in (None, "messages.0.content.0")
 
 

@@ -32,7 +32,7 @@ def family(tiling: Tiling) -> TiledFamily:
         raise AssertionError("no encoder is loaded")
 
     config = TiledConfig("m", SHAPE, 3, SIDE, 4)
-    return TiledFamily("f", config, tiling, "<image>", no_encoder)  # type: ignore[arg-type]
+    return TiledFamily("f", config, tiling, "<image>", no_encoder)
 
 
 @settings(deadline=None, max_examples=200)
