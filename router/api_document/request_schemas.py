@@ -75,7 +75,7 @@ FIELD_TO_DESCRIPTION = {
     "instructions": "Is a message of the system, ahead of the input.",
     "tokens": "The ids of the tokens.",
     "return_token_strs": "Asks for the text of each token.",
-    "mm_processor_kwargs": "Says how the videos of the request are sampled.",
+    "mm_processor_kwargs": "Says how the media of the request are sampled.",
     "weft": "Options that only Weft has.",
     "role": "Says who wrote the message.",
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from chat_media import picture, png, text_part
+from chat_media import data_url, picture, png, text_part
 from family_row import FamilyRow
 from family_rows_pictures import INTERNVL, LLAVA, LLAVA_ONEVISION
 from family_rows_qwen_vl import QWEN2_5_OMNI, QWEN2_5_VL, QWEN2_VL, QWEN3_VL
@@ -19,7 +19,10 @@ from reference_model import Comparison
 from served_family import MAX_TOKENS, ServedFamily, expected, served_family
 
 from deploy.config import ClusterConfig
+from deploy.demo.build import demo_checkpoint
 from deploy.testing import in_process_cluster
+from modalities.media import plan_media
+from modalities.registry import REGISTRY
 
 pytestmark = pytest.mark.torch
 
@@ -92,3 +95,51 @@ async def test_features_of_transformers_give_the_tokens_of_the_pictures(served: 
             details = answer["usage"]["prompt_tokens_details"]
             assert details["image_tokens"] > 0
     comparison.finish()
+
+
+async def test_features_of_an_encoder_in_bfloat16_give_the_tokens_of_the_picture() -> None:
+    """The demo model has DeepStack levels. Its features are sent as bfloat16, and as float32, which rounds back to the
+    same numbers."""
+    directory, data = demo_checkpoint(), png(picture(5, 128, 96))
+    family = REGISTRY.load_family(directory)
+    item = plan_media(family, data, REGISTRY.modality("image").probe(data, "p"), 0, "p").item
+    model = family.load_encoder(directory, "cpu", "bfloat16", ("image",))
+    with torch.inference_mode():
+        (feature,) = model.encode(family.preprocess(data, item))
+    assert feature.dtype == torch.bfloat16
+    assert len(feature) == family.shape.num_levels > 1
+    rows, grid = feature.transpose(0, 1).flatten(1).contiguous(), torch.tensor(item.grid)
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": data_url(data)}},
+        {"type": "image_embeds", "image_embeds": encoded(image_embeds=rows, image_grid_thw=grid)},
+        {"type": "image_embeds", "image_embeds": encoded(image_embeds=rows.float(), image_grid_thw=grid)},
+        {"type": "image_embeds", "image_embeds": encoded(image_embeds=rows * 0, image_grid_thw=grid)},
+    ]
+    config = ClusterConfig.model_validate(
+        {
+            "model": {"dtype": "bfloat16", "name": "demo"},
+            "media": {"image_embeds": True},
+            "workers": {"replicas": 1},
+            "encoders": {"replicas": 1, "decode_processes": 1},
+        }
+    )
+    async with in_process_cluster(config) as (_, client):
+        found = []
+        for part in parts:
+            content = [part, text_part("What is in this picture?")]
+            body = {
+                "model": "demo",
+                "messages": [{"role": "user", "content": content}],
+                "temperature": 0,
+                "max_tokens": 16,
+                "logprobs": True,
+                "return_token_ids": True,
+            }
+            answer = (await client.post("/v1/chat/completions", json=body)).json()
+            (choice,) = answer["choices"]
+            logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+            found.append((answer["prompt_token_ids"], choice["token_ids"], logprobs))
+    shown, given, widened, black = found
+    assert shown == given == widened
+    assert black[0] == shown[0]
+    assert black[2] != shown[2], "the model sees what the features show"
