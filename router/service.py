@@ -385,7 +385,7 @@ class RouterService:
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)
         may_see_all = terms.caller.is_operator or self.keys.is_open
         stream.record = trace.to_json if may_see_all else trace.public_json
-        stream.answer = draft.answer
+        stream.answer, stream.media_s = draft.answer, sum(media_seconds(draft.media).values())
         degradation = DegradationPolicy(
             wanted_policy(draft.request) or self.config.on_encode_failure,
             lambda item, reduction: prompt_builder.is_reducible(draft, item, reduction),

@@ -74,7 +74,7 @@ from router.api.token_requests import (
     tokens_answer,
 )
 from router.api.tool_fields import ToolCall, chosen_names
-from router.api.transcription_request import Transcription, parse_transcription
+from router.api.transcription_request import TRANSCRIPT_FORMATS, Transcription, parse_transcription
 
 __all__ = [
     "DONE",
@@ -82,6 +82,7 @@ __all__ = [
     "FIXED_LIMITS",
     "IMAGE_EMBEDS",
     "PART_TYPE_TO_MODALITY",
+    "TRANSCRIPT_FORMATS",
     "ChatMessage",
     "ChatRequest",
     "ChoiceText",

@@ -1,15 +1,16 @@
 """Defines the request of `/v1/audio/transcriptions`, which is a form with a file, and turns it into a chat request
 about a sound.
 
-A model that hears is asked in words to write down what it hears, so there are no time stamps, and formats that need
-them are refused. The module checks shapes only; it does not know what the file holds.
+A model that hears is asked in words to write down what it hears, so there are no time stamps. Formats that consist of
+them are refused, and `verbose_json` has no segments. The module checks shapes only; it does not know what the file
+holds.
 """
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 MAX_PARTS = 64
 MAX_FIELD_BYTES = 64 * 1024
 """Limits every field of the form but the file."""
-FORMATS = ("json", "text")
+TranscriptFormat = Literal["json", "text", "verbose_json"]
+TRANSCRIPT_FORMATS: tuple[str, ...] = get_args(TranscriptFormat)
 SOUND_PLACE = "messages.0.content.0"
 """Is the place of the sound in the chat request."""
 
@@ -42,7 +44,9 @@ class Transcription(NamedTuple):
     """A `Transcription` is what a form asks for."""
 
     chat: ChatRequest
-    form: Literal["json", "text"]
+    form: TranscriptFormat
+    language: str
+    """Is the code of the language that the form names, or empty."""
     is_streamed: bool
 
     def place(self, text: str) -> str:
@@ -63,8 +67,9 @@ def parse_transcription(body: bytes, content_type: str, instruction: str) -> Tra
     if "model" not in texts:
         raise InvalidRequest("`model` is required", param="model")
     form = texts.get("response_format", "json")
-    if form not in FORMATS:
-        message = f"`response_format` must be `json` or `text`, not {shown(form)}; this server makes no time stamps"
+    if form not in TRANSCRIPT_FORMATS:
+        known = "`json`, `text` or `verbose_json`"
+        message = f"`response_format` must be {known}, not {shown(form)}; this server makes no time stamps"
         raise InvalidRequest(message, param="response_format")
     if texts.get("timestamp_granularities"):
         raise InvalidRequest("this server makes no time stamps", param="timestamp_granularities")
@@ -76,7 +81,7 @@ def parse_transcription(body: bytes, content_type: str, instruction: str) -> Tra
         chat = ChatRequest.model_validate({"model": texts["model"], "messages": messages} | options)
     except ValidationError as error:
         raise refusal(error) from None
-    return Transcription(chat, cast(Literal["json", "text"], form), _truth(texts, "stream"))
+    return Transcription(chat, cast(TranscriptFormat, form), texts.get("language", ""), _truth(texts, "stream"))
 
 
 def _question(texts: Mapping[str, str], instruction: str) -> str:

@@ -213,8 +213,14 @@ def _embeddings_and_tokens() -> dict[str, Schema]:
         "Embeddings": closed({"object": const("list"), "data": array(entry), "model": TEXT, "usage": usage}),
         "Tokens": closed({"count": COUNT, "max_model_len": COUNT, "tokens": IDS, "token_strs": texts}),
         "Detokenized": closed({"prompt": TEXT}),
-        "Transcript": closed({"text": TEXT, "usage": TRANSCRIPT_USAGE}),
+        "Transcript": {"anyOf": [closed({"text": TEXT, "usage": TRANSCRIPT_USAGE}), _verbose_transcript()]},
     }
+
+
+def _verbose_transcript() -> Schema:
+    fields = {"task": const("transcribe"), "language": TEXT, "duration": NUMBER, "text": TEXT}
+    usage = closed({"type": const("duration"), "seconds": NUMBER})
+    return closed(fields | {"usage": usage}, about="The answer in the format `verbose_json`.")
 
 
 def _cluster() -> dict[str, Schema]:

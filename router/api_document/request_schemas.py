@@ -17,6 +17,7 @@ from pydantic.json_schema import models_json_schema
 from router.api import (
     IMAGE_EMBEDS,
     PART_TYPE_TO_MODALITY,
+    TRANSCRIPT_FORMATS,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
@@ -113,7 +114,7 @@ def transcription_form() -> Schema:
             "model": text | {"description": FIELD_TO_DESCRIPTION["model"]},
             "language": text | {"description": "The language that is spoken, as a code such as `en`."},
             "prompt": text | {"description": "Guides the model."},
-            "response_format": {"enum": ["json", "text"], "description": "The form of a whole answer."},
+            "response_format": {"enum": list(TRANSCRIPT_FORMATS), "description": "The form of a whole answer."},
             "temperature": {"type": "number", "minimum": 0, "maximum": 2},
             "stream": {"enum": ["true", "false"], "description": FIELD_TO_DESCRIPTION["stream"]},
         },

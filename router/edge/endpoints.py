@@ -81,7 +81,7 @@ def read_transcription(body: bytes, terms: BodyTerms) -> Asked:
         [asked.chat],
         asked.is_streamed,
         lambda source, head, tools: TranscriptAnswer(source, asked),
-        "application/json" if asked.form == "json" else "text/plain; charset=utf-8",
+        "text/plain; charset=utf-8" if asked.form == "text" else "application/json",
         asked.place,
     )
 

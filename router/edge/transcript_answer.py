@@ -20,7 +20,8 @@ class TranscriptAnswer:
     """Writes a transcript. What the model thinks before it is left out."""
 
     def __init__(self, source: JoinedStreams, asked: Transcription) -> None:
-        self._form = asked.form  # The request itself holds the sound.
+        self._form, self._language = asked.form, asked.language  # The request itself holds the sound.
+        self._source = source
         self._reader = PieceReader(source)
         self._texts: list[str] = []
 
@@ -44,7 +45,21 @@ class TranscriptAnswer:
     def whole(self) -> bytes:
         if self._form == "text":
             return f"{self._text}\n".encode()
+        if self._form == "verbose_json":
+            return msgspec.json.encode(self._verbose())
         return msgspec.json.encode({"text": self._text, "usage": _usage(self._reader.usage())})
+
+    def _verbose(self) -> dict[str, object]:
+        """Returns OpenAI's verbose format without its segments, which need time stamps. Nobody tells the language if
+        the client does not."""
+        seconds = round(self._source.media_s, 3)
+        return {
+            "task": "transcribe",
+            "language": self._language or "unknown",
+            "duration": seconds,
+            "text": self._text,
+            "usage": {"type": "duration", "seconds": seconds},
+        }
 
     @property
     def _text(self) -> str:

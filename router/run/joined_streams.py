@@ -41,6 +41,11 @@ class JoinedStreams:
         """Says how the text of a choice is read; it is the same for all choices."""
         return self._streams[0].answer
 
+    @property
+    def media_s(self) -> float:
+        """Returns the length of the videos and sounds of all requests, in seconds."""
+        return sum(stream.media_s for stream in self._streams)
+
     def record(self) -> dict[str, object]:
         """Returns the record of the first request as JSON values."""
         return self._streams[0].record()

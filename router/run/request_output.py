@@ -55,6 +55,8 @@ class RequestStream:
         self.usage: Usage | None = None
         self.answer: AnswerPlan = PLAIN
         """Says how the text of a choice is read."""
+        self.media_s = 0.0
+        """Sums the lengths of the request's videos and sounds, in seconds."""
         self.embedding = b""
         """Holds the embedding of the prompt as float32, little-endian, if the request wants one and has ended."""
         self.prompt_logprobs: PromptLogprobs | None = None

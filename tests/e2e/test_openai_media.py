@@ -73,6 +73,9 @@ def test_a_transcript_is_what_was_said_in_every_format(client: openai.OpenAI, wo
     assert whole.text == word
     assert client.audio.transcriptions.create(**fields, response_format="json") == whole
     assert client.audio.transcriptions.create(**fields, response_format="text") == f"{word}\n"
+    verbose = client.audio.transcriptions.create(**fields, response_format="verbose_json")
+    assert verbose.text == word
+    assert 1.0 < verbose.duration < 1.2
     events = list(client.audio.transcriptions.create(**fields, stream=True))
     done = events[-1]
     assert {event.type for event in events[:-1]} == {"transcript.text.delta"}
@@ -126,7 +129,7 @@ def test_transcripts_that_are_refused_raise_the_class_of_their_status(client: op
     sound = ("said.mp3", spoken(WORDS[0]))
     for fields, param in (
         ({"response_format": "srt"}, "response_format"),
-        ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "response_format"),
+        ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "timestamp_granularities"),
         ({"temperature": 9}, "temperature"),
         ({"file": ("said.mp3", b"no sound")}, "file"),
         ({"file": ("said.mp3", b"no sound"), "stream": True}, "file"),

@@ -301,7 +301,7 @@ async def test_transcripts_are_answered_as_the_document_says() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
             description = await description_of(client)
             path, sound = "/v1/audio/transcriptions", ("speech.wav", b"audio 16000x32000", "audio/wav")
-            for fields in ({}, {"response_format": "text"}, {"stream": "true"}):
+            for fields in ({}, {"response_format": "text"}, {"response_format": "verbose_json"}, {"stream": "true"}):
                 answer = await client.post(path, data={"model": TINY_MODEL} | fields, files={"file": sound})
                 assert answer.status_code == 200, answer.text
                 assert description.flaws("post", path, answer) == [], fields

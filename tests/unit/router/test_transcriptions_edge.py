@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from edge_client import events, served
 from openai.types.audio import Transcription as SdkTranscription
+from openai.types.audio import TranscriptionVerbose
 from router_media_fakes import MediaFamily, media_registry
 
 from deploy.testing import TINY_MODEL
@@ -46,6 +47,19 @@ async def test_plain_text_is_an_answer_too() -> None:
         response = await client.post(PATH, data=form, files={"file": SOUND})
         assert response.headers["content-type"] == "text/plain; charset=utf-8"
         assert response.text == "Hello.\n"
+
+
+@pytest.mark.parametrize("language", ["en", ""])
+async def test_a_verbose_answer_tells_how_long_the_sound_is(language: str) -> None:
+    async with served(**hearing()) as (cluster, client):
+        cluster.workers[0].script.reply = "Hello."
+        form = {"model": TINY_MODEL, "response_format": "verbose_json", "language": language}
+        response = await client.post(PATH, data=form, files={"file": SOUND})
+        answer = TranscriptionVerbose.model_validate(response.json())
+        assert (answer.text, answer.duration, answer.language) == ("Hello.", 2.0, language or "unknown")
+        assert (answer.segments, answer.words) == (None, None)
+        assert answer.usage is not None
+        assert (answer.usage.type, answer.usage.seconds) == ("duration", 2.0)
 
 
 async def test_a_transcript_can_be_streamed() -> None:
