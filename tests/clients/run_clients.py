@@ -40,6 +40,9 @@ TORCH = "torch==2.13.0"
 MODEL = "weft-demo"
 NUM_REQUESTS = 16
 CONCURRENCY = 4
+NUM_TOKENS = 8
+"""Is the length of an answer. Load generators count one without text as failed, and the demo model has nothing to say
+about most of what they send, so they also ask for this many tokens at least."""
 LOAD_TIMEOUT_S = 300.0
 MODALITIES = ("text", "image", "audio", "video")
 SPOKEN = ROOT / "tests" / "media" / "blue.mp3"
@@ -153,7 +156,7 @@ def aiperf_loads(url: str) -> tuple[Load, ...]:
     common = ("aiperf", "profile", "--model", MODEL, "--url", url, "--request-count", str(NUM_REQUESTS))
     common += ("--concurrency", str(CONCURRENCY), "--artifact-dir", ".", "--ui", "none", "--endpoint-type")
     read = ("--tokenizer", str(demo_checkpoint()), "--isl", "40")
-    written = (*read, "--streaming", "--osl", "8")
+    written = (*read, "--streaming", "--osl", str(NUM_TOKENS), "--extra-inputs", f"min_tokens:{NUM_TOKENS}")
     chat, sound = ("chat", *written), ("--audio-length-mean", "1")
     video = ("--video-width", "96", "--video-height", "96", "--video-duration", "1", "--video-fps", "4")
     name_to_options = {
@@ -176,26 +179,24 @@ def guidellm_loads(url: str, files: Path) -> tuple[Load, ...]:
     common += ("--tokenizer", f"kind=hf_auto,model={demo_checkpoint()}")
     common += ("--output", "kind=json,path=report.json", "--disable-console")
     backend = f"kind=openai_http,target={url},model={MODEL}"
-    text, sounds = (
-        "kind=synthetic_text,prompt_tokens=40,output_tokens=8",
-        f"kind=json_file,path={files / 'audio.jsonl'}",
-    )
+    written = f"{backend},extras.body.min_tokens={NUM_TOKENS}"
+    text = f"kind=synthetic_text,prompt_tokens=40,output_tokens={NUM_TOKENS}"
+    sounds = f"kind=json_file,path={files / 'audio.jsonl'}"
     name_to_data = {
-        "text": (text, ""),
-        "image": ("kind=synthetic_image,width=96,height=96,output_tokens=8", ""),
-        "video": ("kind=synthetic_video,width=96,height=96,frames=4,fps=4", ""),
-        "audio": (sounds, ""),
-        "responses": (text, "/v1/responses"),
-        "completions": (text, "/v1/completions"),
-        "embeddings": (text, "/v1/embeddings"),
+        "text": (text, written),
+        "image": (f"kind=synthetic_image,width=96,height=96,output_tokens={NUM_TOKENS}", written),
+        "video": ("kind=synthetic_video,width=96,height=96,frames=4,fps=4", written),
+        "audio": (sounds, written),
+        "responses": (text, f"{written},request_format=/v1/responses"),
+        "completions": (text, f"{written},request_format=/v1/completions"),
+        "embeddings": (text, f"{backend},request_format=/v1/embeddings"),
         # For streams of transcripts, guidellm reads vLLM's events, and not those of OpenAI.
-        "transcripts": (sounds, "/v1/audio/transcriptions,stream=false"),
+        "transcripts": (sounds, f"{backend},request_format=/v1/audio/transcriptions,stream=false"),
     }
     loads = []
-    for name, (data, path) in name_to_data.items():
-        whole = backend + (f",request_format={path}" if path else "")
+    for name, (data, asked) in name_to_data.items():
         needs = "torchcodec.decoders" if data == sounds else ""
-        command = (*common, "--backend", whole, "--data", data)
+        command = (*common, "--backend", asked, "--data", data)
         loads.append(Load(name, command, guidellm_counts, NUM_REQUESTS, needs))
     return tuple(loads)
 
@@ -207,28 +208,29 @@ def vllm_loads(url: str, files: Path) -> tuple[Load, ...]:
         command += ("--num-prompts", str(NUM_REQUESTS), "--max-concurrency", str(CONCURRENCY))
         return (*command, "--save-result", "--result-dir", ".", "--result-filename", "report.json", "--dataset-name")
 
-    common = of("openai-chat", "/v1/chat/completions")
-    lengths = ("--random-input-len", "20", "--random-output-len", "8")
+    written = ("--extra-body", json.dumps({"min_tokens": NUM_TOKENS}))
+    lengths = ("--random-input-len", "20", "--random-output-len", str(NUM_TOKENS))
 
     def made(shape: str, limits: Mapping[str, int]) -> tuple[str, ...]:
         bucket = ("--random-mm-bucket-config", f"{{{shape}: 1.0}}")
         return ("random-mm", *lengths, *bucket, "--random-mm-limit-mm-per-prompt", json.dumps(limits))
 
-    sounds = ("custom_audio", "--dataset-path", str(files / "audio.jsonl"), "--custom-output-len", "8")
-    return (
-        Load("text", (*common, "random", *lengths), vllm_counts, NUM_REQUESTS),
-        Load("image", common + made("(96, 96, 1)", {"image": 1, "video": 0}), vllm_counts, NUM_REQUESTS),
-        Load("video", common + made("(96, 96, 4)", {"image": 0, "video": 1}), vllm_counts, NUM_REQUESTS),
-        Load("audio", (*common, *sounds, "--enable-multimodal-chat"), vllm_counts, NUM_REQUESTS),
-        *(
-            Load(name, (*of(backend, path), "random", *lengths), vllm_counts, NUM_REQUESTS)
-            for name, backend, path in (
-                ("completions", "openai", "/v1/completions"),
-                ("responses", "openai-responses", "/v1/responses"),
-                ("embeddings", "openai-embeddings", "/v1/embeddings"),
-            )
-        ),
-    )
+    sounds = ("custom_audio", "--dataset-path", str(files / "audio.jsonl"), "--enable-multimodal-chat")
+    sounds += ("--custom-output-len", str(NUM_TOKENS))
+    name_to_data = {
+        "text": ("openai-chat", "/v1/chat/completions", ("random", *lengths)),
+        "image": ("openai-chat", "/v1/chat/completions", made("(96, 96, 1)", {"image": 1, "video": 0})),
+        "video": ("openai-chat", "/v1/chat/completions", made("(96, 96, 4)", {"image": 0, "video": 1})),
+        "audio": ("openai-chat", "/v1/chat/completions", sounds),
+        "responses": ("openai-responses", "/v1/responses", ("random", *lengths)),
+        "completions": ("openai", "/v1/completions", ("random", *lengths)),
+    }
+    loads = [
+        Load(name, (*of(backend, path), *data, *written), vllm_counts, NUM_REQUESTS)
+        for name, (backend, path, data) in name_to_data.items()
+    ]
+    embedded = (*of("openai-embeddings", "/v1/embeddings"), "random", *lengths)
+    return (*loads, Load("embeddings", embedded, vllm_counts, NUM_REQUESTS))
 
 
 def write_files(url: str, folder: Path) -> None:
