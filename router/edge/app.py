@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 import msgspec
@@ -109,17 +110,21 @@ async def route_error(request: Request, error: Exception) -> Response:
     """Answers unknown paths and methods in OpenAI's error envelope."""
     assert isinstance(error, HTTPException)
     code = ROUTE_CODES.get(error.status_code, "invalid_request")
-    message = f"{error.detail}: {request.method} {request.url.path[:256]}{hint(request)}"
     headers = dict(error.headers or {}) | echo(request)
-    body = envelope(message, error.status_code, code)
+    body = envelope(route_message(request, error), error.status_code, code)
     return Response(body, error.status_code, media_type="application/json", headers=headers)
 
 
-def hint(request: Request) -> str:
-    """Returns what to say to a client that left out the version of the API."""
-    path = "/v1" + request.url.path.rstrip("/")
+def route_message(request: Request, error: HTTPException) -> str:
+    """Returns what to say to a client that asked for an unknown path, or with a method that the path does not take."""
+    path = request.url.path
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        taken = sorted((error.headers or {}).get("Allow", "another method").split(", "))
+        return f"`{path[:256]}` takes {', '.join(taken)}, not {request.method}"
     known = {route.path for route in request.app.routes if isinstance(route, Route)}
-    return f"; the path is {path}" if path in known else ""
+    meant = [each for each in ("/v1" + path.rstrip("/"), path.removeprefix("/v1")) if each in known and each != path]
+    hint = f"the path is {meant[0]}" if meant else "/docs lists what it has"
+    return f"this server has no `{request.method} {path[:256]}`; {hint}"
 
 
 async def internal_error(request: Request, error: Exception) -> Response:

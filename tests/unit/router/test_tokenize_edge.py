@@ -56,14 +56,30 @@ async def test_bad_requests_for_tokens_are_named(path: str, body: object, status
         assert (response.status_code, response.json()["error"]["param"]) == (status, param)
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("POST", "/v1/tokenize", "this server has no `POST /v1/tokenize`; the path is /tokenize"),
+        ("GET", "/v1/openapi.json", "this server has no `GET /v1/openapi.json`; the path is /openapi.json"),
+        ("GET", "/", "this server has no `GET /`; /docs lists what it has"),
+        ("POST", "/v1/images/edits", "this server has no `POST /v1/images/edits`; /docs lists what it has"),
+        ("GET", "/v1/chat/completions", "`/v1/chat/completions` takes POST, not GET"),
+        ("DELETE", "/v1/models/a", "`/v1/models/a` takes GET, HEAD, not DELETE"),
+    ],
+)
+async def test_what_the_server_does_not_have_is_answered_with_what_it_has(method: str, path: str, message: str) -> None:
+    async with served() as (_, client):
+        response = await client.request(method, path)
+        assert response.status_code == (405 if "takes" in message else 404)
+        assert response.json()["error"]["message"] == message
+
+
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/models"])
 async def test_a_path_without_the_version_is_answered_with_a_hint(path: str) -> None:
     async with served() as (_, client):
         response = await client.post(path, content=b"{}")
         assert response.status_code == 404
-        assert response.json()["error"]["message"].endswith(f"; the path is /v1{path}")
-        other = await client.post("/v1/nothing", content=b"{}")
-        assert other.json()["error"]["message"].endswith("/v1/nothing")
+        assert response.json()["error"]["message"] == f"this server has no `POST {path}`; the path is /v1{path}"
 
 
 @pytest.mark.parametrize("tokens", [[-1], [2**32], [10**30], [262]])
