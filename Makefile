@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu api-fuzz docs docs-serve explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -27,7 +27,7 @@ serve: install
 	$(BIN)/weft serve --port $(PORT)
 
 # gpu goes first: where there is none, all of it is skipped, and the run should not close on that.
-test: install lint types docs gpu small parity e2e fault
+test: install lint types docs gpu small naive parity e2e fault
 
 # What to run before each commit: about a minute on two cores.
 quick: install lint types unit
@@ -53,6 +53,10 @@ unit property contract parity e2e fault gpu: install
 # All unit, property and contract tests in one run, so that each process imports torch once.
 small: install
 	$(BIN)/python -m pytest tests/unit tests/property tests/contract -q $(PARALLEL) --dist worksteal
+
+# Each test of an attack must fail on a naive implementation, which stands in the place of Weft's guard meanwhile.
+naive: install
+	$(BIN)/python -m pytest tests/naive -q $(PARALLEL)
 
 # All phases of schemathesis on the OpenAPI document, with many more generated requests than in `make test`.
 api-fuzz: install

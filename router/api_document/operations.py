@@ -46,8 +46,8 @@ class ServedApi(NamedTuple):
     """Describes features of a picture that the server takes; it is None if it takes none."""
 
 
-class Link(NamedTuple):
-    """A `Link` says which value of an answer names what another operation reads."""
+class AnswerLink(NamedTuple):
+    """An `AnswerLink` says which value of an answer names what another operation reads."""
 
     name: str
     operation: str
@@ -85,7 +85,7 @@ class Operation(NamedTuple):
     """Is the media type of the body."""
     headers: Sequence[str] = ()
     """Names the headers of its answers beyond `x-request-id`."""
-    links: Sequence[Link] = ()
+    links: Sequence[AnswerLink] = ()
     """Says where a successful answer leads."""
 
 
@@ -97,21 +97,23 @@ _FORMAT: Schema = {
     "schema": {"enum": ["html", "json"]},
 }
 LIMIT: Schema = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_LISTED}, {"const": ""}]}
-RECORD = Link(
+RECORD = AnswerLink(
     "record",
     "getRequest",
     "request_id",
     "$response.header.x-weft-request-id",
     "An operator finds the record of the request under the id in this header.",
 )
-LISTED_RECORD = Link(
+LISTED_RECORD = AnswerLink(
     "record",
     "getRequest",
     "request_id",
     "$response.body#/requests/0/request_id",
     "Each request of the list has a record under its id.",
 )
-LISTED_MODEL = Link("model", "getModel", "model_id", "$response.body#/data/0/id", "The model has a path of its own.")
+LISTED_MODEL = AnswerLink(
+    "model", "getModel", "model_id", "$response.body#/data/0/id", "The model has a path of its own."
+)
 BAD_PARAMETER: Errors = (InvalidRequest,)
 GONE: Errors = (*KEY, ModelNotFound)
 """Is answered 404 for a name that is not there."""

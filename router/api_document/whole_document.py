@@ -10,7 +10,7 @@ from typing import Any
 
 from router.api_document.answer_schemas import OPEN, answer_schemas
 from router.api_document.chunk_schemas import chunk_schemas
-from router.api_document.operations import EVENTS_TYPE, JSON_TYPE, Link, Operation, ServedApi, operations
+from router.api_document.operations import EVENTS_TYPE, JSON_TYPE, AnswerLink, Operation, ServedApi, operations
 from router.api_document.refusals import HEADERS, header_refs, refusals
 from router.api_document.request_schemas import Schema, ref, request_schemas
 
@@ -116,7 +116,7 @@ def _responses(operation: Operation, shared: SharedResponses) -> dict[str, Schem
     return answers
 
 
-def _link(link: Link) -> Schema:
+def _link(link: AnswerLink) -> Schema:
     return {
         "operationId": link.operation,
         "parameters": {link.parameter: link.value},

@@ -29,6 +29,8 @@ HOST = "127.0.0.1"
 PATH = b"/v1/chat/completions"
 Limits = dict[str, float]
 MANY = 10_000
+PATIENCE_S = 30.0
+"""A test waits so long for the server to close a connection."""
 
 
 class Attacked:
@@ -66,7 +68,7 @@ def request(body: bytes, *, head: bytes = b"", close: bool = False) -> bytes:
 async def rest_of(reader: asyncio.StreamReader) -> bytes:
     """Reads until the server closes or resets the connection."""
     received = b""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(65536):
                 received += piece

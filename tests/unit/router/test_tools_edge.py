@@ -173,6 +173,11 @@ async def test_tools_and_a_schema_allow_either() -> None:
         assert [each.get("name") for each in grammars][:3] == ["answer", "calls", "response"]
 
 
+def tools_with_pattern(pattern: str) -> list[dict[str, object]]:
+    parameters = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}}
+    return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -183,6 +188,7 @@ async def test_tools_and_a_schema_allow_either() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]}, "tools"),
+        *(({"tools": tools_with_pattern(pattern)}, "tools") for pattern in ("(", "(?=a)b", "[z-a]")),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function"),
     ],
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
 import types
 import typing
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -169,3 +172,27 @@ def test_a_request_of_a_router_without_outputs_wants_none() -> None:
     request = msgspec.msgpack.decode(msgspec.msgpack.encode(fields), type=calls.GenerateRequest)
     assert request.prompt_outputs == calls.PromptOutputs()
     assert not request.prompt_outputs.needs_all_positions
+
+
+class Runs:
+    """Is run by who reads its pickle."""
+
+    num_runs = 0
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return run_by_pickle, ()
+
+
+def run_by_pickle() -> None:
+    Runs.num_runs += 1
+
+
+def test_a_pickle_runs_nothing() -> None:
+    """Servers that read pickles from sockets run the code of whoever reaches these (CVE-2025-32444)."""
+    written = pickle.dumps(Runs())
+    for decode in (messages.decode_message, messages.decode_bundle):
+        with contextlib.suppress(ProtocolError):
+            decode(written)
+    assert Runs.num_runs == 0
+    pickle.loads(written)
+    assert Runs.num_runs == 1

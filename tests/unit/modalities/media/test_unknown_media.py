@@ -1,5 +1,7 @@
 """Tests what a refusal says about a file that is something else."""
 
+import re
+
 import pytest
 from media_corpus import sound_file
 from modalities_files import encode, picture
@@ -47,3 +49,13 @@ def test_what_is_no_medium_at_all_is_named(modality: str, data: bytes, expected:
 def test_of_what_is_not_known_nothing_is_said() -> None:
     assert seeming(bytes(range(256))) == ""
     assert seeming(b"\x00") == ""
+
+
+@pytest.mark.parametrize("modality", ["image", "video", "audio"])
+def test_a_refusal_shows_nothing_of_the_process(modality: str) -> None:
+    """An error of Pillow shows the address of an object (`<_io.BytesIO object at 0x7f...>`), and one of FFmpeg the name
+    of a file."""
+    whole = encode(picture(64, 64)) if modality == "image" else sound_file("wav-16")
+    for data in (b"", bytes(range(256)), whole[:24], whole[:24] + bytes(range(256)) * 8, b"#EXTM3U\n/etc/passwd\n"):
+        message = refusal(modality, data)
+        assert re.search(r"0x[0-9a-f]{4}|<[\w.]+ |/\w+/|\.py|Errno", message) is None, message

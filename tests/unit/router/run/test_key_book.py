@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import hmac
 import logging
 import os
 from pathlib import Path
@@ -107,6 +109,27 @@ def test_keys_of_the_config_find_their_tenants() -> None:
         KeyBook([BANK], ManualClock()).find(None)
     with pytest.raises(Unauthorized, match="an API key is required"):
         KeyBook([], ManualClock(), operator_digests=[digest("sk-ops")]).find(None)
+
+
+def test_a_look_up_compares_with_all_keys_whichever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of an answer must not tell how much of a key is right, or where it stands (CVE-2025-59425). So each
+    look-up compares the digest with that of every key, and by the comparison whose time does not depend on them."""
+    compared: list[tuple[bytes, bytes]] = []
+
+    def noted(sent: bytes, known: bytes) -> bool:
+        compared.append((sent, known))
+        return compare(sent, known)
+
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", noted)
+    names = ["first", "second", "last"]
+    book = KeyBook([Tenant(name, (digest(name),)) for name in names], ManualClock())
+    for sent in (*names, "none"):
+        compared.clear()
+        with contextlib.suppress(Unauthorized):
+            assert book.find(sent).tenant.name == sent
+        digests = [bytes.fromhex(digest(name)) for name in names]
+        assert compared == [(bytes.fromhex(digest(sent)), known) for known in digests]
 
 
 def test_without_tenants_and_keys_everything_is_open() -> None:
