@@ -32,7 +32,9 @@ class ModelSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = default_of(RouterConfig, "feature_dtype")
     """Sets the dtype of weights, KV pages and features. `auto` means the checkpoint's own dtype, or float32 if
     everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
-    tool_format: Literal["auto", "hermes", "llama3", "mistral", "qwen3_coder"] = default_of(RouterConfig, "tool_format")
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "pythonic", "qwen3_coder"] = default_of(
+        RouterConfig, "tool_format"
+    )
     """Says how the model writes calls of tools; `auto` means as its chat template writes them."""
     embeddings: Literal["off", "last", "mean"] = default_of(RouterConfig, "embeddings")
     """Serves embeddings of texts and conversations (`/v1/embeddings`): the last hidden state of the last token

@@ -7,9 +7,10 @@ it: what is no call is text.
 
 `pieces` defines the parts of an answer and the interface of a format. `json_formats` has the formats in which a call is
 JSON (Hermes, Llama 3, Mistral), `json_calls` reads such JSON, and `json_scanner` follows a value without building it.
-`xml_format` has the format of Qwen3-Coder, `xml_grammar` its grammar, and `parameter_types` the types of its values.
-`call_grammars` has what all grammars share, `text_source` what all parsers share, `reasoning` the marks of reasoning,
-and `tool_formats` the search for a format.
+`pythonic_format` has calls that are written in Python (Llama 4), and `python_values` reads their values. `xml_format`
+has the format of Qwen3-Coder, `xml_grammar` its grammar, and `parameter_types` the types of its values. `call_grammars`
+has what all grammars share, `text_source` what all parsers share, `reasoning` the marks of reasoning, and
+`tool_formats` the search for a format.
 
 The router uses this folder. It knows nothing of HTTP, of OpenAI's formats, of tokens or of llguidance: grammars are
 text.

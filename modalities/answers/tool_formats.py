@@ -7,9 +7,10 @@ import re
 from fabric.contracts import ConfigError
 from modalities.answers.json_formats import HermesFormat, Llama3Format, MistralFormat
 from modalities.answers.pieces import ToolFormat
+from modalities.answers.pythonic_format import PythonicFormat
 from modalities.answers.xml_format import Qwen3CoderFormat
 
-TOOL_FORMAT_NAMES = ("auto", "hermes", "llama3", "mistral", "qwen3_coder")
+TOOL_FORMAT_NAMES = ("auto", "hermes", "llama3", "mistral", "pythonic", "qwen3_coder")
 _BLOCKS = re.compile(r"\{[%{].*?[%}]\}", re.DOTALL)
 _TOOLS_VARIABLE = re.compile(r"(?<![\w.'\"<])tools\b(?![\w'\">])")
 
@@ -24,6 +25,7 @@ def find_tool_format(name_or_auto: str, template_text: str) -> ToolFormat:
     formats: dict[str, ToolFormat] = {
         "llama3": Llama3Format(),
         "mistral": MistralFormat(has_args_token="[ARGS]" in template_text),
+        "pythonic": PythonicFormat(),
         "qwen3_coder": Qwen3CoderFormat(),
     }
     return formats.get(name, HermesFormat())
@@ -36,6 +38,8 @@ def _written_format(template_text: str) -> str:
         return "qwen3_coder"
     if "<tool_call>" in template_text:
         return "hermes"
+    if "[func_name" in template_text:
+        return "pythonic"
     has_llama_marks = "<|python_tag|>" in template_text or "ipython" in template_text
     return "llama3" if has_llama_marks and '"parameters"' in template_text else "hermes"
 

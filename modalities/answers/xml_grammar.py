@@ -16,9 +16,9 @@ from modalities.answers.call_grammars import json_value, literal
 from modalities.answers.parameter_types import VALUE_END, ParameterTypes
 from modalities.answers.pieces import ToolSpec
 
-_DESCRIPTIONS = ("$comment", "$id", "$schema", "default", "description", "examples", "strict", "title")
+DESCRIPTIONS = ("$comment", "$id", "$schema", "default", "description", "examples", "strict", "title")
 ROOT_KEYWORDS = frozenset(
-    {*_DESCRIPTIONS, "$defs", "additionalProperties", "definitions", "properties", "required", "type"}
+    {*DESCRIPTIONS, "$defs", "additionalProperties", "definitions", "properties", "required", "type"}
 )
 """These keywords of a tool's parameters can be kept; others would bind several parameters together."""
 _WITHOUT_END = "~/(?s:.*)<\\/parameter>(?s:.*)/"
@@ -30,12 +30,14 @@ def call_body_rules(tools: Sequence[ToolSpec], closing: str, is_strict: bool) ->
     rules = f"call_body: WS? ({' | '.join(f'tool_{index}' for index in range(len(tools)))}) WS? {closing}\n"
     for index, tool in enumerate(tools):
         if is_strict:
-            _check(tool)
+            check_parameters(tool)
         rules += "".join(_tool_rules(tool, f"{index}"))
     return rules
 
 
-def _check(tool: ToolSpec) -> None:
+def check_parameters(tool: ToolSpec) -> None:
+    """Raises InvalidRequest for a tool whose parameters depend on each other, which no grammar of single parameters can
+    ensure."""
     if others := sorted(tool.parameters.keys() - ROOT_KEYWORDS):
         message = (
             f"the parameters of the tool `{tool.name}` have `{others[0]}` at the top, which this model's form of calls "
@@ -64,10 +66,11 @@ def _tool_rules(tool: ToolSpec, suffix: str) -> Iterator[str]:
             yield f"VALUE_{place}: TEXT_{place} {literal(chr(10) + VALUE_END)}\n"
         else:
             yield f'parameter_{place}: {opening} json_{place} WS? {literal(VALUE_END)} "\\n"\n'
-            yield f"json_{place}: {json_value(_with_definitions(schema, tool.parameters))}\n"
+            yield f"json_{place}: {json_value(with_definitions(schema, tool.parameters))}\n"
 
 
-def _with_definitions(schema: object, root: Mapping[str, object]) -> Mapping[str, object]:
+def with_definitions(schema: object, root: Mapping[str, object]) -> Mapping[str, object]:
+    """Returns the schema of a parameter with the definitions of its tool, to which it may refer."""
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
     return {**definitions, **(schema if isinstance(schema, Mapping) else {})}
 

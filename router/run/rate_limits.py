@@ -4,7 +4,7 @@
 was taken is earned again. `RateLimiter` holds the buckets of all keys and tenants of one router. What a request uses is
 taken in steps: the request itself before its body is read, its prompt and media before any member is asked, and its
 answer as it is made. A step that does not fit is refused with the time after which it fits, and takes nothing. What a
-prompt took is given back if the prompt was not computed (`Hold`).
+prompt took is given back if the prompt was not computed (`QuotaHold`).
 
 Several routers share a quota: each of N routers gives one part in N of it. The module has no clock of its own, and
 knows nothing of HTTP or of members.
@@ -26,8 +26,8 @@ SLACK_S = 1e-6
 QUOTAS = ("requests", "tokens", "media_seconds")
 
 
-class Hold:
-    """A `Hold` is an amount of a bucket that may be given back later. It measures in seconds, like the bucket."""
+class QuotaHold:
+    """A `QuotaHold` is an amount of a bucket that may be given back later. It measures in seconds, like the bucket."""
 
     __slots__ = ("least_s", "taken_s")
 
@@ -50,7 +50,7 @@ class RateBucket:
         self._earned_at_s = -math.inf
         """By this time everything that was taken is earned again."""
         self._num_sharing = 1
-        self._holds: list[Hold] = []
+        self._holds: list[QuotaHold] = []
         """Lists the open holds, the oldest first."""
 
     def share(self, num_routers: int) -> None:
@@ -71,14 +71,14 @@ class RateBucket:
             newest.least_s = min(newest.least_s, self.full_in_s(now))
         self._earned_at_s = max(self._earned_at_s, now) + amount * self._each_s
 
-    def hold(self, amount: float, now: float) -> Hold:
+    def hold(self, amount: float, now: float) -> QuotaHold:
         """Takes `amount`, whether it passes or not. Returns a hold, which the caller must `settle`."""
         self.take(amount, now)
-        hold = Hold(amount * self._each_s)
+        hold = QuotaHold(amount * self._each_s)
         self._holds.append(hold)
         return hold
 
-    def settle(self, hold: Hold, share: float, now: float) -> None:
+    def settle(self, hold: QuotaHold, share: float, now: float) -> None:
         """Ends a hold and gives `share` of it back, from 0 to 1. The bucket is then as if that share had not been
         taken: what the bucket would have earned in vain, being full without it, is not given back."""
         index = self._holds.index(hold)

@@ -37,7 +37,7 @@ XML_SCHEMA = {
 }
 SPECS = (ToolSpec("f", "", XML_SCHEMA), ToolSpec("get_weather", "", {}), ToolSpec("a.b-c", "", {}))
 NAMES = [spec.name for spec in SPECS]
-FORMS = {name: find_tool_format(name, "") for name in ("hermes", "llama3", "mistral", "qwen3_coder")}
+FORMS = {name: find_tool_format(name, "") for name in ("hermes", "llama3", "mistral", "pythonic", "qwen3_coder")}
 FORMS["plain text"] = None
 MARKS = ("<tool", "</tool_call>", "[TOOL_", "</think>", "<thin", "<|python", "</parameter>", "</function>")
 WORDS = st.sampled_from((*MARKS, *'a[{};"\\<é\U0001f600 \n\t', "Well, ", "<<", "null", "{}", '{"name": "f"'))

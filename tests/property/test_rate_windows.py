@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fabric.contracts import ManualClock, RateLimited
 from router.router_config import RateQuota, Tenant
 from router.run import Caller
-from router.run.rate_limits import Hold, RateBucket, RateLimiter
+from router.run.rate_limits import QuotaHold, RateBucket, RateLimiter
 
 TOLERANCE = 1e-3
 STEPS = st.lists(st.tuples(st.floats(0, 30), st.integers(1, 40)), min_size=1, max_size=60)
@@ -75,7 +75,7 @@ def test_what_is_given_back_was_as_if_never_taken(per_minute: int, steps: list[t
     """The reference replays the whole history without what was given back."""
     bucket, now = RateBucket(per_minute, 60.0), 1000.0
     history: list[tuple[float, float]] = []
-    holds: list[tuple[int, Hold]] = []
+    holds: list[tuple[int, QuotaHold]] = []
     for pause_s, action, amount, share in steps:
         now += pause_s
         if action == "take":

@@ -28,6 +28,7 @@ FORMATS = {
     "llama3": find_tool_format("llama3", ""),
     "mistral list": find_tool_format("mistral", ""),
     "mistral names": find_tool_format("mistral", "[ARGS]"),
+    "pythonic": find_tool_format("pythonic", ""),
     "qwen3_coder": find_tool_format("qwen3_coder", ""),
 }
 NAME_TO_BEGINNING = {
@@ -35,6 +36,7 @@ NAME_TO_BEGINNING = {
     "llama3": ('{"name"',),
     "mistral list": ("Well: ", "[TOOL_CALLS]"),
     "mistral names": ("Well: ", "[TOOL_CALLS]"),
+    "pythonic": ("[get_weather(",),
     "qwen3_coder": ("Well: ", "<tool_call>"),
 }
 WALKS = range(25)

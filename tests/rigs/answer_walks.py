@@ -17,7 +17,10 @@ from modalities.answers import AnswerParser, AnswerPiece, ToolCallArguments, Too
 from modalities.text import LETTER_TO_BYTE, ChatTemplate, TextCodec
 
 EOS = 256
-SPECIALS = ("<|eos|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "[THINK]", "[/THINK]", "<sp_call>")
+SPECIALS = (
+    *("<|eos|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "[THINK]", "[/THINK]", "<sp_call>"),
+    *("<|python_start|>", "<|python_end|>"),
+)
 WORDS = ('{"name": "', '", "arguments": {"', "<tool_call>\n", "</tool_call>", "<parameter=", "</think>\n\n", '"}')
 """These are tokens of several bytes, which cross the borders of a grammar's parts."""
 SPECIAL_TOKEN_IDS = {text: EOS + index for index, text in enumerate(SPECIALS)}

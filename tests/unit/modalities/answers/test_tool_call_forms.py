@@ -309,6 +309,7 @@ def steps_of(run: Callable[[], object]) -> int:
         ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
         ("{{ '<|python_tag|>' }}{{ '\"parameters\": ' }}", "llama3"),
         ("{{ '<|start_header_id|>ipython<|end_header_id|>' }}{{ '\"parameters\": ' }}", "llama3"),
+        ("{{ '[func_name1(params_name1=params_value1...)]' }}{{ 'ipython' }}{{ '\"parameters\": ' }}", "pythonic"),
         ("{{ '<|start_header_id|>user<|end_header_id|>' }}", "hermes"),
         ("", "hermes"),
     ],
@@ -319,8 +320,8 @@ def test_the_template_names_the_format(template: str, name: str) -> None:
 
 
 def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"must be one of `auto`, `hermes`, .*, not `pythonic`"):
-        find_tool_format("pythonic", "")
+    with pytest.raises(ConfigError, match=r"must be one of `auto`, `hermes`, .*, not `python`"):
+        find_tool_format("python", "")
 
 
 QWEN3 = (
@@ -365,7 +366,7 @@ def test_a_template_takes_tools_if_it_reads_the_variable(template: str, takes_to
     assert template_takes_tools(template) == takes_tools
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "qwen3_coder"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "pythonic", "qwen3_coder"])
 def test_instructions_tell_of_each_tool(name: str) -> None:
     text = find_tool_format(name, "").instructions(SPECS)
     for spec in SPECS:
