@@ -16,6 +16,7 @@ The router uses this folder. It knows nothing of HTTP, of OpenAI's formats, of t
 text.
 """
 
+from modalities.answers.json_scanner import JsonScanner
 from modalities.answers.pieces import (
     AnswerParser,
     AnswerPiece,
@@ -35,6 +36,7 @@ __all__ = [
     "TOOL_FORMAT_NAMES",
     "AnswerParser",
     "AnswerPiece",
+    "JsonScanner",
     "ReasoningFormat",
     "ReasoningPiece",
     "TextPiece",

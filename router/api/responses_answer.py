@@ -69,10 +69,11 @@ class ResponseWriter:
         self._texts.append(text)
         return self._delta("response.function_call_arguments.delta", text)
 
-    def finish(self, reason: str) -> bytes:
-        """Ends the output. The reason `length` makes the response incomplete."""
+    def finish(self, reason: str, is_call_open: bool = False) -> bytes:
+        """Ends the output. The reason `length` makes the response incomplete; `is_call_open` says that the arguments of
+        the latest call were cut, so that no event may say that they are done."""
         self._reason = reason
-        return self._close("incomplete" if reason == "length" else "completed")
+        return self._close("incomplete" if reason == "length" or is_call_open else "completed", is_call_open)
 
     # ------------------------------------------------------------ ends
 
@@ -122,7 +123,7 @@ class ResponseWriter:
             events += self._part_event("added", part("", []))
         return events
 
-    def _close(self, status: str = "completed") -> bytes:
+    def _close(self, status: str = "completed", is_call_open: bool = False) -> bytes:
         """Closes the open item, if there is one."""
         if not self._is_open:
             return b""
@@ -131,7 +132,8 @@ class ResponseWriter:
         item["status"] = status
         if item["type"] == "function_call":
             item["arguments"] = text
-            events = self._item_event("response.function_call_arguments.done", arguments=text, name=item["name"])
+            done = "response.function_call_arguments.done"
+            events = b"" if is_call_open else self._item_event(done, arguments=text, name=item["name"])
         elif item["type"] == "message":
             part = _text_part(text, logprobs)
             item["content"] = [part]

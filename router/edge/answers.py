@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from fabric.contracts import WeftError
-from modalities.answers import AnswerPiece, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallStart
+from modalities.answers import AnswerPiece, JsonScanner, ReasoningPiece, TextPiece, ToolCallArguments, ToolCallStart
 from router.api import (
     DONE,
     ChatRequest,
@@ -96,7 +96,8 @@ class PieceReader:
         self._source, self._answer = source, source.answer
         num = len(source.choices)
         self._parsers = [] if self._answer.is_plain else [self._answer.parser() for _ in range(num)]
-        self._has_calls = [False] * num
+        self._latest_calls: list[JsonScanner | None] = [None] * num
+        """Follows the arguments of each choice's latest call."""
 
     def pieces(self, delta: Delta) -> list[AnswerPiece]:
         """Returns the pieces that a delta completes. The order of deltas must be that of their choice's text."""
@@ -118,13 +119,25 @@ class PieceReader:
         return self._noted(choice, self._parsers[choice].flush()) if self._parsers else []
 
     def _noted(self, choice: int, pieces: list[AnswerPiece]) -> list[AnswerPiece]:
-        self._has_calls[choice] |= any(isinstance(piece, ToolCallStart) for piece in pieces)
+        for piece in pieces:
+            if isinstance(piece, ToolCallStart):
+                self._latest_calls[choice] = JsonScanner()
+            elif isinstance(piece, ToolCallArguments):
+                call = self._latest_calls[choice]
+                assert call is not None, "arguments belong to a call"
+                call.feed(piece.text)
         return pieces
+
+    def is_call_open(self, choice: int) -> bool:
+        """Tells whether the arguments of the choice's latest call are no whole JSON."""
+        call = self._latest_calls[choice]
+        return call is not None and not call.can_end
 
     def finish_reason(self, choice: int, reason: str) -> str:
         """Returns the finish reason of a choice as clients see it: a choice that ended by itself after a call of a tool
-        ended for the call."""
-        return "tool_calls" if reason == "stop" and self._has_calls[choice] else reason
+        ended for the call. A call that a stop string or a stop token has cut must not be made."""
+        has_calls = self._latest_calls[choice] is not None
+        return "tool_calls" if reason == "stop" and has_calls and not self.is_call_open(choice) else reason
 
     def usage(self) -> Usage:
         """Returns the token counts of the whole answer, once it has ended."""

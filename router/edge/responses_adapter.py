@@ -56,7 +56,7 @@ class ResponsesAnswer:
             for piece, tokens in self._scored.read(delta):
                 yield self._event(piece, self._logprobs(tokens))
         if delta.finish_reason is not None:
-            yield self._writer.finish(delta.finish_reason)
+            yield self._writer.finish(delta.finish_reason, self._reader.is_call_open(delta.choice))
 
     def _event(self, piece: AnswerPiece, logprobs: Logprobs) -> bytes:
         match piece:

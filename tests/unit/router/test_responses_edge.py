@@ -163,6 +163,19 @@ async def test_a_cut_response_is_incomplete() -> None:
         assert found[-1].type == "response.incomplete"
 
 
+async def test_a_call_that_was_cut_is_incomplete() -> None:
+    async with served() as (cluster, client):
+        cluster.workers[0].script.reply = CALL
+        fields: dict[str, Any] = {"tools": [WEATHER], "max_output_tokens": CALL.index("K") + 1}
+        whole = await answered(client, asked(**fields))
+        assert whole.status == "incomplete"
+        call: Any = whole.output[0]
+        assert (call.status, call.arguments) == ("incomplete", '{"city": "K')
+        kinds = [event.type for event in await streamed(client, asked(stream=True, **fields))]
+        assert "response.function_call_arguments.done" not in kinds
+        assert kinds[-2:] == ["response.output_item.done", "response.incomplete"]
+
+
 async def test_a_failure_in_mid_stream_is_told_twice() -> None:
     """Some clients look at the response that failed, and others raise on the event `error`."""
     async with served(max_attempts=1) as (cluster, client):

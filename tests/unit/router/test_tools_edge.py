@@ -198,6 +198,24 @@ async def test_bad_tools_are_named(fields: dict[str, object], param: str) -> Non
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason", "arguments"),
+    [
+        ({"stop": ["öln"]}, "stop", '{"city": "K'),
+        ({"stop_token_ids": [ord("K")]}, "stop", '{"city": "'),
+        ({"max_tokens": CALL.index("K") + 1}, "length", '{"city": "K'),
+        ({"stop": ["</tool_call>"]}, "tool_calls", '{"city": "Köln"}'),
+    ],
+)
+async def test_a_call_that_was_cut_is_not_told_as_complete(fields: dict[str, Any], reason: str, arguments: str) -> None:
+    async with served() as (cluster, client):
+        choice = await answer(cluster, client, CALL, tools=TOOLS, **fields)
+        assert choice["finish_reason"] == reason
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+        streamed = await client.post(CHAT, content=chat_body(tools=TOOLS, stream=True, **fields))
+        assert events(streamed.content)[-2]["choices"][0]["finish_reason"] == reason
+
+
 # ---------------------------------------------------------------- These tests cover reasoning.
 
 
