@@ -4,19 +4,16 @@ again. The library talks to a real socket; the members behind the router are fak
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
 from chat_media import data_url
+from sdk_serving import WatchedClient, serving
 
-from deploy.http_server import HttpServer
-from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster
+from deploy.testing import TINY_MODEL, FakeCluster
 from fabric.contracts import Draining, EngineFailed, InvalidRequest, NoCapacity, Overloaded, WeftError
 from router.api.http_errors import ERROR_TO_STATUS
-from router.edge import create_app
 from router.router_config import RateQuota, Tenant
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -34,31 +31,6 @@ STATUS_TO_CLASS: dict[int, type[openai.APIStatusError]] = {
 
 def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
-
-
-class WatchedClient(openai.AsyncOpenAI):
-    """A `WatchedClient` notes how long the library would wait ahead of each new try, and does not wait."""
-
-    waits: tuple[float, ...] = ()
-
-    def _calculate_retry_timeout(self, *args: Any, **kwargs: Any) -> float:
-        self.waits += (super()._calculate_retry_timeout(*args, **kwargs),)
-        return 0.0
-
-
-@asynccontextmanager
-async def serving(
-    api_key: str = "none", max_retries: int = 2, **settings: Any
-) -> AsyncIterator[tuple[FakeCluster, WatchedClient]]:
-    async with fake_cluster(**settings) as cluster:
-        server = HttpServer(create_app(cluster.service), "127.0.0.1", 0)
-        await server.start()
-        try:
-            url = f"http://127.0.0.1:{server.port}/v1"
-            async with WatchedClient(base_url=url, api_key=api_key, max_retries=max_retries) as client:
-                yield cluster, client
-        finally:
-            await server.stop()
 
 
 async def chat(client: openai.AsyncOpenAI, **fields: Any) -> Any:
