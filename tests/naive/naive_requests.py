@@ -39,7 +39,7 @@ def compiles_every_grammar(guards: Guards) -> None:
     """Compiles a grammar within the limits of the library alone."""
     from llguidance import LLParserLimits
 
-    guards.replace("router.prompt.generation_options:LLParserLimits", lambda **_: LLParserLimits())
+    guards.replace("llguidance:LLParserLimits", lambda **_: LLParserLimits())
 
 
 @naive(
@@ -211,9 +211,12 @@ def names_media_globally(guards: Guards) -> None:
     """Looks a medium up by its name alone."""
     keep: Any = None
     find: Any = None
-    keep = guards.replace(
-        "router.prompt.named_media:NamedMedia.keep", lambda self, salt, *medium: keep(self, "", *medium)
-    )
+
+    def keep_without_salt(self: Any, *words: Any) -> None:
+        *owner, _, modality, uuid, file = words
+        keep(self, *owner, "", modality, uuid, file)
+
+    keep = guards.replace("router.prompt.named_media:NamedMedia.keep", keep_without_salt)
     find = guards.replace("router.prompt.named_media:NamedMedia.find", lambda self, salt, *name: find(self, "", *name))
 
 
