@@ -247,6 +247,15 @@ class ModelShape(NamedTuple):
     max_model_len: int
 
 
+class Tokenize(Protocol):
+    """A `Tokenize` returns the tokens of a text that a family writes into a prompt."""
+
+    def __call__(self, text: str, behind: int | None = None) -> Sequence[int]:
+        """Returns the tokens of a text that stands behind the control token `behind`, or else behind other text: some
+        tokenizers begin a text behind a control token in another way."""
+        ...
+
+
 class Family(Protocol):
     """A `Family` plans, preprocesses and loads one model. There is one instance for each model directory. Its
     construction reads config files only."""
@@ -272,7 +281,7 @@ class Family(Protocol):
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         """Replaces each placeholder token by as many tokens as its plan counts. A plan with an anchor has no
         placeholder: its tokens are interleaved with those of the video to which it belongs. `tokenize` is for families

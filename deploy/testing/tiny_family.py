@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from modalities.family import (
     MediaOptions,
     ModelShape,
     Positions,
+    Tokenize,
     expand_placeholders,
 )
 from modalities.text import LETTER_TO_BYTE, ChatTemplate, TextCodec
@@ -98,7 +99,7 @@ class TinyFamily:
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         return expand_placeholders(token_ids, {"image": IMAGE}, plans)
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +48,7 @@ from modalities.family import (
     MediaHeader,
     MediaOptions,
     Positions,
+    Tokenize,
 )
 from modalities.media import MediaLimits
 from modalities.registry import Registry
@@ -109,7 +110,7 @@ class DrawingFamily:
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         taken = [replace(plan, modality=_taken_for(plan.modality)) for plan in plans]
         return self._model.expand(token_ids, taken, tokenize)

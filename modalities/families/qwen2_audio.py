@@ -9,7 +9,7 @@ they are called. It knows nothing of weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fabric.contracts import MediaItem, PlaceholderRange, UnsupportedModality
@@ -29,6 +29,7 @@ from modalities.family import (
     MediaOptions,
     Positions,
     Spectrograms,
+    Tokenize,
     Waveform,
     check_modality,
     expand_placeholders,
@@ -75,7 +76,7 @@ class Qwen2AudioFamily:
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         """Repeats each placeholder once per row of its sound. Raises InvalidRequest if placeholders and plans do not
         match."""

@@ -148,6 +148,17 @@ class TextCodec:
         Unicode."""
         return self._encode_guarded(text, self._control_tokens, is_start=is_start)
 
+    def encode_inside(self, text: str, behind: int | None = None) -> list[int]:
+        """Returns the token ids of a text of the model's own that stands inside a prompt: behind the control token with
+        the id `behind`, or else behind other text. Some SentencePiece-like tokenizers put a blank before a text that
+        follows a control token, and some put none."""
+        control = None if behind is None else self.token_text(behind)
+        if control is not None:
+            ids = self._token_ids(control + text, is_continued=False, param="messages")
+            if ids[0] == behind:
+                return ids[1:]
+        return self.encode(text, is_start=False)
+
     def encode_output(self, text: str) -> list[int]:
         """Returns the token ids with which a model writes this text inside an answer: a mark such as `<tool_call>`,
         which the chat template writes too, is one token. Characters that spell a special token become ordinary

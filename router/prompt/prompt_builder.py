@@ -400,7 +400,7 @@ class PromptBuilder:
             num_video = sum(sum(plan.unit_tokens) for plan in plans if plan.modality == VIDEO)
             num_other = sum(sum(plan.unit_tokens) for plan in plans) - num_video
             check_context(num_text + num_other + num_video, request, longest)
-            expanded = self.family.expand(rendered, plans, self.codec.encode)
+            expanded = self.family.expand(rendered, plans, self.codec.encode_inside)
             taken = len(expanded.token_ids) - num_text - num_other
             if not num_video or len(expanded.token_ids) <= most:
                 break

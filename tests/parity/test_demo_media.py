@@ -113,7 +113,7 @@ def test_the_clusters_prompt_is_the_trained_one(name: str, model_dir: Path, fami
             for turn in sample.turns
         ]
         plans, items, files = planned(family, sample)
-        expanded = family.expand(codec.render(messages), plans, codec.encode)
+        expanded = family.expand(codec.render(messages), plans, codec.encode_inside)
         assert expanded.token_ids == encoded.ids[: encoded.last_turn]
         positions = family.positions(expanded.token_ids, expanded.placeholders, items)
         trained = np.concatenate(encoded.positions, axis=1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from piece_tokenizers import (
+    KIND_TO_TOKENIZER,
     LLAMA2_TEMPLATE,
     SENTENCES,
     byte_level_bpe,
@@ -107,6 +108,25 @@ def test_llama3(tmp_path: Path) -> None:
     names = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "unk_token": None}
     kind = "PreTrainedTokenizerFast"
     check(write_directory(tmp_path, byte_level_bpe(), LLAMA2_TEMPLATE, "llama", tokenizer_class=kind, **names))
+
+
+@pytest.mark.parametrize("kind", sorted(KIND_TO_TOKENIZER.keys() - {"normalized", "unigram_metaspace"}))
+def test_text_that_a_family_writes_equals_that_in_the_whole_prompt(tmp_path: Path, kind: str) -> None:
+    """Tests the numbers and times between the frames of a video, which transformers writes before it tokenises the
+    prompt. Of the tokenizers that are left out, one merges letters over a line break, and the library takes the
+    control tokens of the other for letters."""
+    tokenizer = KIND_TO_TOKENIZER[kind]()
+    kind_of_class = "PreTrainedTokenizerFast"
+    names = {"bos_token": None, "eos_token": None, "unk_token": None} if kind == "byte_level" else {}
+    directory = write_directory(tmp_path, tokenizer, "<s>", "llama", tokenizer_class=kind_of_class, **names)
+    codec, reference = TextCodec.load(directory), AutoTokenizer.from_pretrained(directory)
+    control = "<|eot_id|>" if kind == "byte_level" else "</s>"
+    behind = codec.token_id(control)
+    for text in ("Frame1: ", "\nFrame2: ", "<1.5 seconds>"):
+        whole = reference(f"{control}{text}{control}", add_special_tokens=False)["input_ids"]
+        assert codec.encode_inside(text, behind) == whole[1:-1], text
+        whole = reference(f"{control}user\n{text}{control}", add_special_tokens=False)["input_ids"]
+        assert codec.encode_inside("user\n", behind) + codec.encode_inside(text) == whole[1:-1], text
 
 
 def test_llava(tmp_path: Path) -> None:

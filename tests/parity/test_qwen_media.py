@@ -108,7 +108,7 @@ def prompts(row: FamilyRow) -> st.SearchStrategy[list[Part]]:
     return silent | parts([kind for kind in row.kinds if kind != "video"]) if FILM in row.kinds else silent
 
 
-def letters(text: str) -> list[int]:
+def letters(text: str, behind: int | None = None) -> list[int]:
     return [3 + ord(letter) % 80 for letter in text]
 
 

@@ -131,6 +131,6 @@ class LoadedFamily:
         return Expected(out.sequences[0, ids.shape[1] :].tolist(), [first - second for first, second in best])
 
 
-def spelled(text: str) -> list[int]:
+def spelled(text: str, behind: int | None = None) -> list[int]:
     """Serves as a tokenizer: it maps each character to one id."""
     return [3 + ord(letter) % (NUM_TEXT_TOKENS - 3) for letter in text]

@@ -5,7 +5,7 @@ It consists of what an external author writes: a plugin, a family, and three reg
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from modalities.family import (
     ItemPlan,
     MediaOptions,
     Positions,
+    Tokenize,
     expand_placeholders,
 )
 from modalities.media import MediaLimits
@@ -102,7 +103,7 @@ class PointFamily:
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         return expand_placeholders(token_ids, {POINTS: self._text.config.modality_to_token["image"]}, plans)
 

@@ -12,7 +12,7 @@ weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from modalities.family import (
     MediaOptions,
     ModelShape,
     Positions,
+    Tokenize,
 )
 
 
@@ -56,7 +57,7 @@ class TextFamily:
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         """Returns the prompt unchanged. Raises InvalidRequest if there are plans."""
         if plans:

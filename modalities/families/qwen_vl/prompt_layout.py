@@ -21,11 +21,9 @@ import numpy.typing as npt
 from fabric.contracts import ConfigError, MediaItem, PlaceholderRange, ProtocolError
 from modalities.families.qwen_vl.layout import QwenVLConfig, SharedTime
 from modalities.families.qwen_vl.patches import Grid, grid_rows
-from modalities.family import FeatureRows, ItemPlan, MediaOptions, Piece, Positions
+from modalities.family import FeatureRows, ItemPlan, MediaOptions, Piece, Positions, Tokenize
 
 # ------------------------------------------------------------ the pieces of a medium
-
-Tokenize = Callable[[str], Sequence[int]]
 
 
 def pieces(config: QwenVLConfig, plans: Sequence[ItemPlan], index: int, tokenize: Tokenize | None) -> list[Piece]:
@@ -53,7 +51,7 @@ def _written(config: QwenVLConfig, plan: ItemPlan, index: int, tokenize: Tokeniz
     num_rows = _rows_of_step(plan)
     for step, at in enumerate(range(0, len(times), size)):
         seconds = sum(times[at : at + size]) / len(times[at : at + size])
-        yield [*tokenize(f"<{seconds:.1f} seconds>"), start]
+        yield [*tokenize(f"<{seconds:.1f} seconds>", end if step else None), start]
         yield FeatureRows(index, step * num_rows, num_rows)
         yield [end]
 

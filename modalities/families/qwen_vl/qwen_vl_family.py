@@ -37,6 +37,7 @@ from modalities.family import (
     ModelShape,
     Positions,
     Spectrograms,
+    Tokenize,
     VideoHeader,
     Waveform,
     canonical_options,
@@ -101,7 +102,7 @@ class QwenVLFamily:
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         """Expands the placeholders of a prompt. Raises InvalidRequest if placeholders and plans do not match, and
         ConfigError for a family that writes the time between frames if there is no `tokenize`."""

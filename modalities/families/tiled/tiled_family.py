@@ -39,6 +39,7 @@ from modalities.family import (
     ModelShape,
     Piece,
     Positions,
+    Tokenize,
     VideoHeader,
     canonical_options,
     check_modality,
@@ -126,7 +127,7 @@ class TiledFamily:
         self,
         token_ids: Sequence[int],
         plans: Sequence[ItemPlan],
-        tokenize: Callable[[str], Sequence[int]] | None = None,
+        tokenize: Tokenize | None = None,
     ) -> ExpandedPrompt:
         """Replaces each placeholder by the tokens of its item. Raises InvalidRequest if placeholders and plans do not
         match, and ConfigError for a family that numbers frames if there is no `tokenize`."""
@@ -262,8 +263,6 @@ class Videos(NamedTuple):
 
 # ------------------------------------------------------------ videos
 
-Tokenize = Callable[[str], Sequence[int]]
-
 
 @dataclass(frozen=True, slots=True)
 class FrameTiling:
@@ -334,7 +333,8 @@ class FrameTiling:
         num_groups = -(-plan.grid[0] // plan.num_pooled_frames)
         for group in range(num_groups):
             mark = "\n" if group else ""
-            yield [*tokenize(f"{mark}Frame{group + 1}: "), self.prompt.start]
+            behind = self.prompt.end if group else None
+            yield [*tokenize(f"{mark}Frame{group + 1}: ", behind), self.prompt.start]
             yield FeatureRows(index, group * (num_rows // num_groups), num_rows // num_groups)
             yield [self.prompt.end]
 

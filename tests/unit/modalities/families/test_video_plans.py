@@ -149,7 +149,7 @@ def test_frames_with_their_numbers(tmp_path: Path) -> None:
     family = REGISTRY.load_family(tmp_path)
     plan = family.plan(CLIP, MediaOptions(max_frames=3))
     assert (plan.grid, plan.unit_tokens) == ((3, 4, 4), (12,))
-    expanded = family.expand([1, 105, 2], [plan], lambda text: [ord(letter) for letter in text])
+    expanded = family.expand([1, 105, 2], [plan], lambda text, behind=None: [*map(ord, text)])
     spelled = [[*map(ord, mark), 103, 100, 100, 100, 100, 104] for mark in ("Frame1: ", "\nFrame2: ", "\nFrame3: ")]
     assert expanded.token_ids == [1, *spelled[0], *spelled[1], *spelled[2], 2]
     assert [(run.unit, run.row, run.length) for run in expanded.placeholders] == [(0, 0, 4), (0, 4, 4), (0, 8, 4)]
