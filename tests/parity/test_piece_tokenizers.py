@@ -19,13 +19,15 @@ from piece_tokenizers import (
     write_llama2,
     write_llava,
 )
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer
 
+from modalities.family import FeatureRows, ItemPlan, expand_pieces
 from modalities.text import IncrementalDetokenizer, TextCodec
 
 pytestmark = pytest.mark.torch
 
+PLANS = [ItemPlan("image", (1, 1, 3), (3,), 3, (8, 8)) for _ in range(3)]
 TEXTS = [
     "",
     " ",
@@ -127,6 +129,31 @@ def test_text_that_a_family_writes_equals_that_in_the_whole_prompt(tmp_path: Pat
         assert codec.encode_inside(text, behind) == whole[1:-1], text
         whole = reference(f"{control}user\n{text}{control}", add_special_tokens=False)["input_ids"]
         assert codec.encode_inside("user\n", behind) + codec.encode_inside(text) == whole[1:-1], text
+
+
+IN_ORDER = (
+    "{% for message in messages %}USER: {% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %} ASSISTANT:{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["legacy", "first", "always", "never", "unigram"])
+def test_pictures_between_texts_are_expanded_as_in_the_whole_prompt(tmp_path: Path, kind: str) -> None:
+    """Tests the rule by which LLaVA's processor writes a prompt: it repeats the placeholder in the text."""
+    tokenizer = KIND_TO_TOKENIZER[kind]()
+    tokenizer.add_special_tokens([AddedToken("<image>", normalized=False, special=True)])
+    directory = write_directory(tmp_path, tokenizer, IN_ORDER, "llava", tokenizer_class="PreTrainedTokenizerFast")
+    codec, reference = TextCodec.load(directory), AutoTokenizer.from_pretrained(directory)
+    image = codec.token_id("<image>")
+    assert image is not None
+    for text in TEXTS:
+        parts = [{"type": "text", "text": text}, {"type": "image"}, {"type": "text", "text": text}, {"type": "image"}]
+        messages = [{"role": "user", "content": [*parts, {"type": "image"}]}]
+        written = reference.apply_chat_template(messages, tokenize=False).replace("<image>", "<image>" * 3)
+        expanded = expand_pieces(
+            codec.render(messages), {"image": image}, PLANS, lambda index: [FeatureRows(index, 0, 3)]
+        )
+        assert expanded.token_ids == reference(written, add_special_tokens=False)["input_ids"], text
 
 
 def test_llava(tmp_path: Path) -> None:
