@@ -305,7 +305,7 @@ def fetch_settings(config: ClusterConfig) -> FetchSettings | None:
     if section.ca_file is not None and not section.ca_file.is_file():
         raise ConfigError(f"media.fetch.ca_file is {section.ca_file}, which is not a file")
     fields = section.model_dump(exclude={"enabled"})
-    return FetchSettings(**fields, max_item_bytes=config.media.max_bytes_per_item)
+    return FetchSettings(**fields, media_limits=media_limits(config))
 
 
 def build_fetcher(config: ClusterConfig) -> MediaFetcher | None:

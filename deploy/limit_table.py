@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -50,6 +51,18 @@ SECTION_TO_KEYS = {
         "probe_timeout_s",
         "probe_memory_bytes",
     ),
+    "media.fetch": (
+        "max_redirects",
+        "max_request_bytes",
+        "connect_timeout_s",
+        "read_timeout_s",
+        "total_timeout_s",
+        "wait_s",
+        "max_concurrent",
+        "max_waiting",
+        "in_flight_bytes",
+        "memory_bytes",
+    ),
     "encoders": ("decode_memory_bytes", "max_decode_bytes"),
     "limits": (),
 }
@@ -67,7 +80,7 @@ class LimitRow(NamedTuple):
 def limit_rows(config: ClusterConfig) -> Iterator[LimitRow]:
     """Yields every limit on a request, in the order of the config's sections, and then those of tenants."""
     for name, keys in SECTION_TO_KEYS.items():
-        section: BaseModel = getattr(config, name)
+        section: BaseModel = attrgetter(name)(config)
         for key in keys or type(section).model_fields:
             yield LimitRow(f"{name}.{key}", _shown(key, getattr(section, key)))
     for name, most in (FIXED_LIMITS | {"characters of a URL": MAX_URL_CHARS}).items():

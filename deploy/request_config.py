@@ -122,7 +122,11 @@ class FetchSection(Section):
     wait_s: float = Field(default_of(FetchSettings, "wait_s"), gt=0)
     """Limits the wait for a place among the fetches, and for memory; after that the request is answered 429."""
     max_concurrent: int = Field(default_of(FetchSettings, "max_concurrent"), ge=1, le=1024)
-    """Limits the fetches in progress of each router."""
+    """Limits the fetches in progress of each router. They are shared fairly: one tenant alone gets at most half of
+    them. One host alone gets at most a third, or half where there are no API keys."""
+    max_waiting: int = Field(default_of(FetchSettings, "max_waiting"), ge=1, le=65536)
+    """Limits the fetches that wait for a place; a further one is answered 429. One tenant alone may have half of
+    them."""
     in_flight_bytes: Bytes = default_of(FetchSettings, "in_flight_bytes")
     """Limits the bytes that are being fetched for all requests of a router together."""
     cache_bytes: Size = default_of(FetchSettings, "cache_bytes")

@@ -40,7 +40,7 @@ from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest, CompletionRequest, GenerationFields
 from router.cost_file import CostFile
-from router.fetch import FetchedFile
+from router.fetch import NO_TENANT, FetchedFile
 from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.peer_feed import PeerFeed
@@ -268,7 +268,7 @@ class RouterService:
         if request.has_media:
             ticket.enter_media()
         trace = self._trace(ticket.request_id, request, None)
-        account = FetchLog(ticket, trace, self._context.clock, self._context.metrics)
+        account = self._fetch_log(ticket, trace)
         try:
             draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt), account)
             prompt = await self._prompt_builder.plan(draft)
@@ -339,7 +339,7 @@ class RouterService:
         try:
             if request.has_media:
                 ticket.enter_media()
-            account = FetchLog(ticket, trace, self._context.clock, self._context.metrics)
+            account = self._fetch_log(ticket, trace)
             draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt), account)
             read_at_s = self._context.clock.now()
             trace.add("read", from_s=admitted_at_s)
@@ -406,6 +406,12 @@ class RouterService:
         self._runs.pop(request_id, None)
         if own is not None:
             own.release()
+
+    def _fetch_log(self, ticket: Ticket, trace: RequestTrace) -> FetchLog:
+        """Returns the account of what a request fetches. Without keys, all clients have one tenant, and that may use
+        all of the fetcher."""
+        tenant = NO_TENANT if self.keys.is_open else ticket.tenant.name
+        return FetchLog(ticket, tenant, trace, self._context.clock, self._context.metrics)
 
     def _trace(self, request_id: RequestId, request: PromptRequest, label: str | None) -> RequestTrace:
         context = self._context
@@ -486,9 +492,9 @@ class FetchLog:
     """A `FetchLog` counts what is fetched for a request in the budget for bodies, and records the fetches in its
     trace and in the metrics (a `FetchAccount`). No URL is recorded, because it may contain a secret."""
 
-    def __init__(self, ticket: Ticket, trace: RequestTrace, clock: Clock, metrics: RouterMetrics) -> None:
+    def __init__(self, ticket: Ticket, tenant: str, trace: RequestTrace, clock: Clock, metrics: RouterMetrics) -> None:
         self.take = ticket.grow
-        self.owner = ticket.tenant.name
+        self.tenant = tenant
         self._trace = trace
         self._clock = clock
         self._metrics = metrics

@@ -1,10 +1,11 @@
 """Reads media: images, videos and sounds, from the part of a request to pixels, samples and spectrograms.
 
 `plugin` defines the interface of a modality and the rules that all formats share; `image`, `video` and `audio`
-implement it and decode. `image_header` reads the size of an ordinary picture without a library's parser, `containers`
-opens the files of videos and sounds and counts their packets, and `mpeg_audio` repairs MP3 files that FFmpeg does not
-take. `tensor_file` reads the features of pictures that clients compute. `frame_sampling` chooses the frames of a video
-and the rows that remain of them, and `spectrograms` computes log-mel spectrograms.
+implement it and decode. `first_bytes` reads what the beginning of a file declares while the rest is still on its way,
+and `image_header` reads the size of an ordinary picture without a library's parser. `containers` opens the files of
+videos and sounds and counts their packets, and `mpeg_audio` repairs MP3 files that FFmpeg does not take. `tensor_file`
+reads the features of pictures that clients compute. `frame_sampling` chooses the frames of a video and the rows that
+remain of them, and `spectrograms` computes log-mel spectrograms.
 
 The router parses and probes parts through the plugins and calls `plan_media`; the families call the rest from their
 plans and from `preprocess`, which runs in an encoder's decode processes. The folder knows no model: sizes, rates and
@@ -21,6 +22,7 @@ from modalities.media.audio import (
     num_samples_at,
     probe_sound,
 )
+from modalities.media.first_bytes import ENOUGH_BYTES
 from modalities.media.frame_sampling import Timeline, VideoRows, sample_frames, step_rows, unit_steps
 from modalities.media.image import (
     ImagePlugin,
@@ -32,11 +34,15 @@ from modalities.media.image import (
     to_rgb,
 )
 from modalities.media.plugin import (
+    JUDGED_BYTES,
+    FirstVerdict,
+    JudgesFirstBytes,
     MediaLimits,
     ModalityPlugin,
     ReadsFirstBytes,
     decode_base64,
     decoded_bytes,
+    max_file_bytes,
     part_url,
     plan_media,
     take_decode_s,
@@ -57,11 +63,15 @@ from modalities.media.video import VideoPlugin, decode_frames, settled_frames
 __all__ = [
     "BETA",
     "DYNAMIC_RANGE",
+    "ENOUGH_BYTES",
     "FLOOR",
+    "JUDGED_BYTES",
     "NUM_CROSSINGS",
     "AudioPlugin",
     "Extent",
+    "FirstVerdict",
     "ImagePlugin",
+    "JudgesFirstBytes",
     "MediaLimits",
     "MelOptions",
     "ModalityPlugin",
@@ -84,6 +94,7 @@ __all__ = [
     "fused_channel_values",
     "integers_of",
     "log_mel",
+    "max_file_bytes",
     "mel_filters",
     "normalise",
     "num_mel_frames",

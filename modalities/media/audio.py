@@ -27,8 +27,18 @@ from av.filter import Graph
 
 from fabric.contracts import InvalidMedia, InvalidRequest
 from modalities.family import AudioHeader, MediaHeader, Waveform
-from modalities.media.containers import open_container, sound_header, sound_stream
-from modalities.media.plugin import AUDIO_S, MediaLimits, decode_base64, decode_data_url, decoding, part_url
+from modalities.media.containers import not_a_container, open_container, sniff, sound_header, sound_stream
+from modalities.media.first_bytes import declared_sound, is_picture
+from modalities.media.plugin import (
+    AUDIO_S,
+    DECLARED_SLACK,
+    FirstVerdict,
+    MediaLimits,
+    decode_base64,
+    decode_data_url,
+    decoding,
+    part_url,
+)
 
 Samples = npt.NDArray[np.float32]
 
@@ -50,7 +60,7 @@ class AudioPlugin:
         `{"input_audio": {"data": base64, "format": "wav"}}` or `{"audio_url": {"url": "data:..."}}`. The declared
         format is ignored because the format follows from the bytes. Raises InvalidRequest if the part has another form,
         and InvalidMedia if the payload is broken or too large."""
-        most = min(limits.max_bytes_per_item, limits.max_audio_bytes)
+        most = self.max_file_bytes(limits)
         if part.get("type") == "audio_url" or "input_audio" not in part:
             return decode_data_url(part_url(part, "audio_url", param), param, most)
         value = part["input_audio"]
@@ -63,6 +73,18 @@ class AudioPlugin:
             return decode_data_url(text, param, most)
         return decode_base64(text, param, most)
 
+    def max_file_bytes(self, limits: MediaLimits) -> int:
+        return min(limits.max_bytes_per_item, limits.max_audio_bytes)
+
+    def judge(self, head: bytes, limits: MediaLimits) -> FirstVerdict:
+        """Finds a flaw in what is neither a sound nor a video, and in a sound that declares to be too long."""
+        if sniff(head) is None:  # MPEG audio is also found behind other bytes, so only what is plainly no sound tells.
+            is_other = is_picture(head) or head.lstrip().startswith(b"<")
+            return FirstVerdict(not_a_container(head) if is_other else "", False)
+        _, _, seconds, is_final = declared_sound(head)
+        is_long = seconds is not None and seconds > DECLARED_SLACK * limits.max_audio_seconds
+        return FirstVerdict(_too_long(seconds, limits) if is_long and seconds is not None else "", is_final)
+
     def probe(self, data: bytes, param: str) -> AudioHeader:
         """Returns the header of the audio file. Reads the container to its end and decodes nothing. Raises InvalidMedia
         if the file is broken or has no sound."""
@@ -74,11 +96,11 @@ class AudioPlugin:
         if header.num_samples < 1:
             raise InvalidMedia(f"{param}: the sound has no samples", param=param)
         if header.seconds > limits.max_audio_seconds:
-            raise InvalidMedia(
-                f"{param}: the sound lasts {header.seconds:.1f} s, which is more than the limit of "
-                f"{limits.max_audio_seconds:g} s",
-                param=param,
-            )
+            raise InvalidMedia(f"{param}: {_too_long(header.seconds, limits)}", param=param)
+
+
+def _too_long(seconds: float, limits: MediaLimits) -> str:
+    return f"the sound lasts {seconds:.1f} s, which is more than the limit of {limits.max_audio_seconds:g} s"
 
 
 def probe_sound(data: bytes, param: str) -> AudioHeader:

@@ -120,10 +120,7 @@ def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[
     truncated, and for every error of FFmpeg or PyAV within the block."""
     found = sniff(data)
     if found is None:
-        raise InvalidMedia(
-            f"{param}: the file is not a video or a sound of a supported format ({_SUPPORTED}){seeming(data)}",
-            param=param,
-        )
+        raise InvalidMedia(f"{param}: {not_a_container(data)}", param=param)
     if found.name == "MP3":
         data = one_stream(data)
     if num_lost := num_lost_bytes(found.name, data):
@@ -143,6 +140,11 @@ def open_container(data: bytes, param: str, is_uncut: bool = False) -> Iterator[
     except _ERRORS as error:
         why = "needs more memory than the limit" if isinstance(error, MemoryError) else "is broken or truncated"
         raise InvalidMedia(f"{param}: the {found.name} file {why}", param=param) from error
+
+
+def not_a_container(head: bytes) -> str:
+    """Returns what is wrong with a file that `sniff` does not recognise."""
+    return f"the file is not a video or a sound of a supported format ({_SUPPORTED}){seeming(head)}"
 
 
 def _refuse_reference(url: str, flags: int, options: dict[str, str]) -> NoReturn:

@@ -22,8 +22,9 @@ from PIL import AvifImagePlugin, Image, features
 
 from fabric.contracts import InvalidMedia
 from modalities.family import ImageHeader, MediaHeader
+from modalities.media.first_bytes import declared_picture, is_picture
 from modalities.media.image_header import picture_header
-from modalities.media.plugin import MediaLimits, decode_data_url, decoding, part_url, seeming
+from modalities.media.plugin import FirstVerdict, MediaLimits, decode_data_url, decoding, part_url, seeming
 
 # ------------------------------------------------------------ files
 
@@ -78,6 +79,17 @@ class ImagePlugin:
         InvalidMedia if the payload is broken or too large."""
         return decode_data_url(part_url(part, "image_url", param), param, limits.max_bytes_per_item)
 
+    def max_file_bytes(self, limits: MediaLimits) -> int:
+        return limits.max_bytes_per_item
+
+    def judge(self, head: bytes, limits: MediaLimits) -> FirstVerdict:
+        """Finds a flaw in what is no picture, and in one that declares more pixels than the limit."""
+        if not is_picture(head):
+            return FirstVerdict(_not_readable(head), True)
+        width, height, _, is_final = declared_picture(head)
+        flaw = "" if width is None or height is None else _too_many_pixels(width, height, limits)
+        return FirstVerdict(flaw, is_final)
+
     def first_header(self, data: bytes) -> ImageHeader | None:
         """Returns the header of an ordinary file, or None; see `modalities.media.image_header`."""
         return picture_header(data)
@@ -90,13 +102,19 @@ class ImagePlugin:
     def validate(self, header: MediaHeader, limits: MediaLimits, param: str) -> None:
         """Raises InvalidMedia if the image has more pixels than the limit."""
         assert isinstance(header, ImageHeader)
-        pixels = header.width * header.height
-        if pixels > limits.max_image_pixels:
-            raise InvalidMedia(
-                f"{param}: the image has {header.width}x{header.height} pixels, which is more than the limit of "
-                f"{limits.max_image_pixels} pixels",
-                param=param,
-            )
+        if flaw := _too_many_pixels(header.width, header.height, limits):
+            raise InvalidMedia(f"{param}: {flaw}", param=param)
+
+
+def _too_many_pixels(width: int, height: int, limits: MediaLimits) -> str:
+    """Returns what is wrong with the size of a picture, or an empty string."""
+    if width * height <= limits.max_image_pixels:
+        return ""
+    return f"the image has {width}x{height} pixels, which is more than the limit of {limits.max_image_pixels} pixels"
+
+
+def _not_readable(data: bytes) -> str:
+    return f"the file is not a readable image of a supported format ({', '.join(FORMATS)}){seeming(data)}"
 
 
 class OpenedImage(NamedTuple):
@@ -114,10 +132,7 @@ def open_image(data: bytes, param: str) -> OpenedImage:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except _DECODER_ERRORS as error:
-        raise InvalidMedia(
-            f"{param}: the file is not a readable image of a supported format ({', '.join(FORMATS)}){seeming(data)}",
-            param=param,
-        ) from error
+        raise InvalidMedia(f"{param}: {_not_readable(data)}", param=param) from error
     width, height = image.size
     if width < 1 or height < 1:
         raise InvalidMedia(f"{param}: the image has no pixels: its size is {width}x{height}", param=param)

@@ -104,6 +104,43 @@ class ReadsFirstBytes(Protocol):
         ...
 
 
+class FirstVerdict(NamedTuple):
+    """A `FirstVerdict` says what the first bytes of a file tell about whether it can be accepted."""
+
+    flaw: str
+    """Says why the file is refused; it is empty if nothing is wrong so far."""
+    is_final: bool
+    """Tells whether more bytes would tell no more."""
+
+
+@runtime_checkable
+class JudgesFirstBytes(Protocol):
+    """A plugin may offer this in addition to `parse`, for files that arrive piece by piece, so that one that will be
+    refused is not received to its end."""
+
+    def max_file_bytes(self, limits: MediaLimits) -> int:
+        """Returns how many bytes a file may have."""
+        ...
+
+    def judge(self, head: bytes, limits: MediaLimits) -> FirstVerdict:
+        """Judges a file by its first bytes, which are at least `JUDGED_BYTES` unless they are the whole file. Takes a
+        bounded number of steps, and raises nothing. Without a flaw the file may still be refused later."""
+        ...
+
+
+JUDGED_BYTES = 512
+"""No file is judged by fewer of its first bytes."""
+DECLARED_SLACK = 1.05
+"""A length is declared with rounding, and sometimes for the longest of several tracks. It counts as too long only if it
+exceeds the limit by this factor."""
+
+
+def max_file_bytes(plugin: ModalityPlugin, limits: MediaLimits) -> int:
+    """Returns how many bytes a file of the plugin's modality may have, in a request or behind a URL."""
+    own = plugin.max_file_bytes(limits) if isinstance(plugin, JudgesFirstBytes) else limits.max_bytes_per_item
+    return min(own, limits.max_bytes_per_item)
+
+
 # ------------------------------------------------------------ the payload of a part
 
 _SCHEME, _BASE64 = "data:", ";base64"

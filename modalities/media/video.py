@@ -30,16 +30,27 @@ from modalities.media.containers import (
     format_name,
     irregular_times_s,
     is_shown,
+    not_a_container,
     num_samples,
     open_container,
     picture_stream,
     seconds_shown,
+    sniff,
     sound_stream,
     stream_packets,
     tally,
 )
+from modalities.media.first_bytes import declared_video
 from modalities.media.frame_sampling import choose_keyframes, probed_frames
-from modalities.media.plugin import FRAMES, MediaLimits, decode_data_url, decoding_piecewise, part_url
+from modalities.media.plugin import (
+    DECLARED_SLACK,
+    FRAMES,
+    FirstVerdict,
+    MediaLimits,
+    decode_data_url,
+    decoding_piecewise,
+    part_url,
+)
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -53,6 +64,11 @@ _MIN_SAVING = 0.5
 second read of the file."""
 
 
+_WITHOUT_PICTURES = ("WAV", "MP3", "FLAC", "AAC")
+"""Lists the formats, as `sniff` names them, that have no pictures but those of their covers."""
+_NO_PICTURES = "the file contains no video that can be decoded"
+
+
 class VideoPlugin:
     """Parses and probes videos in `video_url` parts."""
 
@@ -64,6 +80,22 @@ class VideoPlugin:
         """Returns the bytes of the file in the part's data URL. Raises InvalidRequest if the part has another form, and
         InvalidMedia if the payload is broken or too large."""
         return decode_data_url(part_url(part, "video_url", param), param, limits.max_bytes_per_item)
+
+    def max_file_bytes(self, limits: MediaLimits) -> int:
+        return limits.max_bytes_per_item
+
+    def judge(self, head: bytes, limits: MediaLimits) -> FirstVerdict:
+        """Finds a flaw in what is no video, and in one that declares frames that are too large or to be too long."""
+        found = sniff(head)
+        if found is None:
+            return FirstVerdict(not_a_container(head), True)
+        if found.name in _WITHOUT_PICTURES:
+            return FirstVerdict(_NO_PICTURES, True)
+        width, height, seconds, is_final = declared_video(head)
+        flaw = "" if width is None or height is None else _too_many_pixels(width, height, limits)
+        if not flaw and seconds is not None and seconds > DECLARED_SLACK * limits.max_video_seconds:
+            flaw = _too_long(seconds, limits)
+        return FirstVerdict(flaw, is_final)
 
     def probe(self, data: bytes, param: str) -> VideoHeader:
         """Returns the header of the video. Reads the whole file packet by packet, and decodes its first frame because
@@ -81,24 +113,28 @@ class VideoPlugin:
         """Raises InvalidMedia if the frames' size, their number or the length exceeds the limits. The audio plugin
         checks the sound track's length."""
         assert isinstance(header, VideoHeader)
-        if header.width * header.height > limits.max_video_pixels:
-            raise InvalidMedia(
-                f"{param}: each frame has {header.width}x{header.height} pixels, which is more than the limit of "
-                f"{limits.max_video_pixels} pixels",
-                param=param,
-            )
+        if flaw := _too_many_pixels(header.width, header.height, limits):
+            raise InvalidMedia(f"{param}: {flaw}", param=param)
         if header.seconds > limits.max_video_seconds:
-            raise InvalidMedia(
-                f"{param}: the video lasts {header.seconds:.1f} s, which is more than the limit of "
-                f"{limits.max_video_seconds:g} s",
-                param=param,
-            )
+            raise InvalidMedia(f"{param}: {_too_long(header.seconds, limits)}", param=param)
         if header.num_frames > limits.max_video_frames:
             raise InvalidMedia(
                 f"{param}: the video has {header.num_frames} frames, which is more than the limit of "
                 f"{limits.max_video_frames}",
                 param=param,
             )
+
+
+def _too_many_pixels(width: int, height: int, limits: MediaLimits) -> str:
+    """Returns what is wrong with the size of frames, or an empty string."""
+    if width * height <= limits.max_video_pixels:
+        return ""
+    most = limits.max_video_pixels
+    return f"each frame has {width}x{height} pixels, which is more than the limit of {most} pixels"
+
+
+def _too_long(seconds: float, limits: MediaLimits) -> str:
+    return f"the video lasts {seconds:.1f} s, which is more than the limit of {limits.max_video_seconds:g} s"
 
 
 def _count(data: bytes, container: InputContainer, width: int, height: int, param: str) -> VideoHeader:
@@ -188,7 +224,7 @@ def _check(frame: VideoFrame, number: int, header: VideoHeader, param: str) -> N
 def _picture_stream(container: InputContainer, param: str) -> VideoStream:
     stream = picture_stream(container)
     if stream is None:
-        raise InvalidMedia(f"{param}: the file contains no video that can be decoded", param=param)
+        raise InvalidMedia(f"{param}: {_NO_PICTURES}", param=param)
     return stream
 
 

@@ -2,22 +2,26 @@
 
 `url_policy` parses URLs and says which may be asked, `address_rules` says which addresses may be connected to, and
 `pinned_network` connects to addresses that were validated and to no others. `fetching` asks one URL with these,
-`fetch_cache` keeps what may be used again, and `file_root` opens files under an allowed folder. `url_fetcher` runs many
-fetches within budgets (`fetch_budget`), each file in sealed memory (`stored_file`). `fetch_process` runs all of this in
-a process beside the router, with which it talks over a `packet_channel`; `loop_fetcher` does without the process.
+`fetch_cache` keeps what may be used again, and `file_root` opens files under an allowed folder. `first_look` refuses a
+file by its first bytes while the rest is on its way. `url_fetcher` runs many fetches within budgets (`fetch_budget`),
+which parties share fairly (`fair_shares`), each file in sealed memory (`stored_file`). `fetch_process` runs all of this
+in a process beside the router, with which it talks over a `packet_channel`; `loop_fetcher` does without the process.
 `fetch_settings` says what is allowed, and how much time and memory fetching may take. The folder knows nothing of
-requests' formats and of what a medium is: a plugin finds out when it reads the header.
+requests' formats, and of files only what the plugins say.
 """
 
 from router.fetch.address_rules import AddressRules
+from router.fetch.fair_shares import NO_TENANT
 from router.fetch.fetch_process import FetchedFile, FetchProcess, MediaFetcher
 from router.fetch.fetch_settings import FetchSettings
 from router.fetch.loop_fetcher import LoopFetcher
 from router.fetch.pinned_network import NameResolver, SystemResolver
+from router.fetch.url_fetcher import WantedMedium
 from router.fetch.url_policy import MAX_URL_CHARS, UrlPolicy, parse_url
 
 __all__ = [
     "MAX_URL_CHARS",
+    "NO_TENANT",
     "AddressRules",
     "FetchProcess",
     "FetchSettings",
@@ -27,5 +31,6 @@ __all__ = [
     "NameResolver",
     "SystemResolver",
     "UrlPolicy",
+    "WantedMedium",
     "parse_url",
 ]

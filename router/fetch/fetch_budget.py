@@ -1,71 +1,65 @@
-"""Counts the bytes that fetching takes: `FetchBudget` limits what all fetches hold at once, and `ByteAllowance` limits
-what one request fetches.
+"""Makes fetches wait for what is shared: `FetchBudget` hands out places or memory, and `ByteAllowance` limits what one
+request fetches.
 
-A fetch whose size is known waits for its whole size before it reads on, in the order of arrival. One whose size is
-unknown takes more as it grows, and fails as overloaded where it would have to wait: fetches that hold a part and wait
-for the rest would otherwise wait for each other. The module knows nothing of HTTP.
+`fair_shares` decides who gets what and who waits. A fetch whose size is known waits for its whole size before it reads
+on. One whose size is unknown takes more as it grows, and fails as overloaded where it would have to wait: fetches that
+hold a part and wait for the rest would otherwise wait for each other. The module knows nothing of HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
+import itertools
 
 from fabric.contracts import InvalidMedia, Overloaded
-
-FULL = "the media that this server is fetching take all the memory that they may have"
+from router.fetch.fair_shares import FairShares, Party
 
 
 class FetchBudget:
-    """A `FetchBudget` belongs to one event loop."""
+    """A `FetchBudget` hands out the amount of a `FairShares`. It belongs to one event loop."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.used = 0
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+    def __init__(self, shares: FairShares, full: str) -> None:
+        """`full` is the message for a fetch that has waited in vain."""
+        self._shares = shares
+        self._full = full
+        self._numbers = itertools.count(1)
+        self._number_to_turn: dict[int, asyncio.Future[None]] = {}
+        """Holds the fetches that wait, or that have not noticed yet that it is their turn."""
 
-    async def take(self, num_bytes: int, timeout_s: float) -> None:
-        """Takes bytes, and waits for them if need be. Raises Overloaded if they are not free within the time."""
-        if not self._waiting and self._fits(num_bytes):
-            self.used += num_bytes
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (num_bytes, turn)
-        self._waiting.append(entry)
+    @property
+    def used(self) -> int:
+        return self._shares.used
+
+    async def take(self, party: Party, amount: int, timeout_s: float) -> int:
+        """Takes an amount, and waits for it if need be. Returns the number by which it is given back. Raises
+        Overloaded if too many wait, or if the amount is not there within the time."""
+        number = next(self._numbers)
+        if self._shares.enter(number, party, amount):
+            return number
+        turn = self._number_to_turn[number] = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 await turn
-        except (TimeoutError, asyncio.CancelledError) as error:
-            if turn.done() and not turn.cancelled():
-                self.give_back(num_bytes)
-            else:
-                with contextlib.suppress(ValueError):  # `_let_in` may have already removed it.
-                    self._waiting.remove(entry)
-                self._let_in()
-            if isinstance(error, TimeoutError):
-                raise Overloaded(FULL) from error
+        except TimeoutError as error:
+            self.give_back(number)
+            raise Overloaded(self._full, retry_after_s=timeout_s) from error
+        except asyncio.CancelledError:
+            self.give_back(number)
             raise
+        finally:
+            del self._number_to_turn[number]
+        return number
 
-    def take_now(self, num_bytes: int) -> None:
-        """Takes bytes. Raises Overloaded if they are not free."""
-        if self._waiting or not self._fits(num_bytes):
-            raise Overloaded(FULL)
-        self.used += num_bytes
+    def take_more(self, number: int, more: int) -> None:
+        """Takes more for what `take` has returned. Raises Overloaded if that is not there now."""
+        if not self._shares.grow(number, more):
+            raise Overloaded(self._full)
 
-    def give_back(self, num_bytes: int) -> None:
-        self.used -= num_bytes
-        self._let_in()
-
-    def _fits(self, num_bytes: int) -> bool:
-        """Tells whether so many bytes are free; what is larger than the whole budget may be there alone."""
-        return self.used + num_bytes <= self.limit or not self.used
-
-    def _let_in(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            num_bytes, turn = self._waiting.popleft()
+    def give_back(self, number: int) -> None:
+        """Gives all of it back, and wakes the fetches that get it. Idempotent."""
+        for served in self._shares.leave(number):
+            turn = self._number_to_turn[served]
             if not turn.done():
-                self.used += num_bytes
                 turn.set_result(None)
 
 

@@ -27,11 +27,14 @@ from blake3 import blake3
 
 from fabric.contracts import ErrorInfo, MachineBusy, NoCapacity, WeftError
 from fabric.sandbox import bind_to_parent, limit_memory
+from modalities.family import ImageHeader
+from modalities.probing import shipped_registry
+from modalities.registry import Registry
 from router.fetch.fetch_settings import FetchSettings
 from router.fetch.packet_channel import PacketChannel
 from router.fetch.pinned_network import NameResolver, SystemResolver
 from router.fetch.stored_file import read_file
-from router.fetch.url_fetcher import HeldFile, UrlFetcher
+from router.fetch.url_fetcher import HeldFile, UrlFetcher, WantedMedium
 from router.fetch.url_policy import UrlPolicy, parse_url
 
 _LOG = logging.getLogger(__name__)
@@ -51,6 +54,8 @@ class FetchedFile(NamedTuple):
     digest: bytes
     """Holds the digest of `data`, which was computed while the bytes arrived."""
     is_cached: bool
+    header: ImageHeader | None = None
+    """This is the header of an ordinary picture, which was read when the file was complete."""
 
 
 class MediaFetcher(Protocol):
@@ -68,12 +73,11 @@ class MediaFetcher(Protocol):
         """Raises UrlRefused if the text of the URL says that it may not be asked."""
         ...
 
-    async def fetch(self, url: str, salt: str, request: int, take: Callable[[int], None]) -> FetchedFile:
-        """Fetches a medium for a request. Fetches with the same `request` that run at once share the bytes that one
-        request may fetch, and fetches with the same `salt` share files. `take` is called with the size before the bytes
-        are copied into this process; what it raises ends the fetch. Raises UrlRefused, MediaUnreachable, InvalidMedia
-        if the file is too large, and Busy or Unavailable if it can't be fetched now. Cancelling the call ends the
-        fetch."""
+    async def fetch(self, wanted: WantedMedium, take: Callable[[int], None]) -> FetchedFile:
+        """Fetches a medium for a request. `take` is called with the size before the bytes are copied into this process;
+        what it raises ends the fetch. Raises UrlRefused, MediaUnreachable, InvalidMedia if the file is too large or its
+        first bytes say that it will be refused, and Busy or Unavailable if it can't be fetched now. Cancelling the call
+        ends the fetch."""
         ...
 
 
@@ -85,6 +89,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     url: str
     salt: str
     request: int
+    modality: str = ""
+    tenant: str = ""
 
 
 class Drop(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
@@ -100,6 +106,7 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
     num_bytes: int
     digest: bytes
     is_cached: bool
+    header: ImageHeader | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
@@ -124,11 +131,17 @@ class _Landed(NamedTuple):
 class FetchProcess:
     """A `FetchProcess` is the router's side of one process, and of those that replace it (a `MediaFetcher`)."""
 
-    def __init__(self, settings: FetchSettings, make_resolver: Callable[[], NameResolver] = SystemResolver) -> None:
-        """Starts nothing yet. `make_resolver` runs in the process, and must be importable there."""
+    def __init__(
+        self,
+        settings: FetchSettings,
+        make_resolver: Callable[[], NameResolver] = SystemResolver,
+        registry: Callable[[], Registry] = shipped_registry,
+    ) -> None:
+        """Starts nothing yet. `make_resolver` and `registry` run in the process, and must be importable there."""
         self._settings = settings
         self._policy = UrlPolicy(settings)
         self._make_resolver = make_resolver
+        self._registry = registry
         self._spawner = ThreadPoolExecutor(1, thread_name_prefix="fetch-spawn")
         """Has the one thread that spawns the process, which would die with its thread (`bind_to_parent`)."""
         self._readers = ThreadPoolExecutor(2, thread_name_prefix="fetch-read")
@@ -172,8 +185,8 @@ class FetchProcess:
     def check(self, url: str) -> None:
         self._policy.check(parse_url(url))
 
-    async def fetch(self, url: str, salt: str, request: int, take: Callable[[int], None]) -> FetchedFile:
-        self.check(url)
+    async def fetch(self, wanted: WantedMedium, take: Callable[[int], None]) -> FetchedFile:
+        self.check(wanted.url)
         await self.start()
         channel = self._channel
         if channel is None:
@@ -182,7 +195,8 @@ class FetchProcess:
         number = self._number
         landed: asyncio.Future[_Landed] = asyncio.get_running_loop().create_future()
         self._waiting[number] = landed
-        channel.send(_ENCODER.encode(Ask(number, url, blake3(salt.encode()).hexdigest(), request)))
+        salt = blake3(wanted.salt.encode()).hexdigest()
+        channel.send(_ENCODER.encode(Ask(number, wanted.url, salt, wanted.request, wanted.modality, wanted.tenant)))
         descriptor = -1
         try:
             answer, descriptor = await self._answer(landed)
@@ -191,7 +205,7 @@ class FetchProcess:
                 data = read_file(descriptor, answer.num_bytes)
             else:
                 data = await self._read(descriptor, answer.num_bytes)
-            return FetchedFile(data, answer.digest, answer.is_cached)
+            return FetchedFile(data, answer.digest, answer.is_cached, answer.header)
         except OSError as error:
             raise NoCapacity("the fetched medium could not be read from the process that fetches") from error
         finally:
@@ -245,7 +259,7 @@ class FetchProcess:
         is_ready = False
         try:
             with theirs:
-                arguments = (theirs, os.getpid(), self._settings, self._make_resolver)
+                arguments = (theirs, os.getpid(), self._settings, self._make_resolver, self._registry)
                 context = multiprocessing.get_context("spawn")
                 self._process = context.Process(target=serve_fetches, args=arguments, name="weft-fetch", daemon=True)
                 self._process.start()
@@ -308,14 +322,18 @@ def _note_failure(starting: asyncio.Task[None]) -> None:
 
 
 def serve_fetches(
-    end: socket.socket, parent_pid: int, settings: FetchSettings, make_resolver: Callable[[], NameResolver]
+    end: socket.socket,
+    parent_pid: int,
+    settings: FetchSettings,
+    make_resolver: Callable[[], NameResolver],
+    registry: Callable[[], Registry],
 ) -> None:
     """Runs the process: it fetches until the router closes its end."""
     bind_to_parent(parent_pid)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     limit_memory(settings.memory_bytes)
-    asyncio.run(_FetchServer(settings).run(end, make_resolver))
+    asyncio.run(_FetchServer(settings).run(end, make_resolver, registry))
 
 
 class _FetchServer:
@@ -326,9 +344,11 @@ class _FetchServer:
         self._settings = settings
         self._number_to_task: dict[int, asyncio.Task[None]] = {}
 
-    async def run(self, end: socket.socket, make_resolver: Callable[[], NameResolver]) -> None:
+    async def run(
+        self, end: socket.socket, make_resolver: Callable[[], NameResolver], registry: Callable[[], Registry]
+    ) -> None:
         is_over = asyncio.Event()
-        self._fetcher = UrlFetcher(self._settings, make_resolver(), time.monotonic)
+        self._fetcher = UrlFetcher(self._settings, make_resolver(), registry(), time.monotonic)
         end.send(READY)
         self._channel = PacketChannel(end, self._on_packet, is_over.set)
         await is_over.wait()
@@ -347,8 +367,9 @@ class _FetchServer:
         """Fetches, hands the file over, and holds it until the task is cancelled."""
         held: HeldFile | None = None
         try:
-            held = await self._fetcher.fetch(ask.url, ask.salt, ask.request)
-            answer = Arrived(ask.number, held.file.num_bytes, held.file.digest, held.is_cached)
+            wanted = WantedMedium(ask.url, ask.salt, ask.request, ask.modality, ask.tenant)
+            held = await self._fetcher.fetch(wanted)
+            answer = Arrived(ask.number, held.file.num_bytes, held.file.digest, held.is_cached, held.header)
             self._channel.send(_ENCODER.encode(answer), held.file.descriptor)
             await asyncio.Event().wait()
         except WeftError as error:

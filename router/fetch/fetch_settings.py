@@ -4,8 +4,10 @@ from nowhere; `deploy` fills them in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from modalities.media import MediaLimits
 
 MIB = 2**20
 
@@ -24,8 +26,6 @@ class FetchSettings:
     allowed_networks: tuple[str, ...] = ()
     """Lists networks (`10.1.0.0/16`) that may be asked although their addresses are not public."""
     max_redirects: int = 3
-    max_item_bytes: int = 256 * MIB
-    """Limits one file. `deploy` sets it to the limit on media of every origin."""
     max_request_bytes: int = 256 * MIB
     """Limits what is fetched for one request."""
     connect_timeout_s: float = 5.0
@@ -36,8 +36,11 @@ class FetchSettings:
     """Limits the time of one fetch, redirects included."""
     wait_s: float = 10.0
     """Limits the wait for a place among the fetches in progress."""
-    max_concurrent: int = 32
-    """Limits the fetches in progress of one router."""
+    max_concurrent: int = 64
+    """Limits the fetches in progress of one router. One tenant alone gets at most half of them, and one host at most
+    half where requests have no tenant, else a third (`fair_shares`)."""
+    max_waiting: int = 256
+    """Limits the fetches that wait for a place; one tenant alone may have half of them."""
     in_flight_bytes: int = 512 * MIB
     """Limits the bytes that are being fetched or were not handed over yet, of all requests of one router together."""
     cache_bytes: int = 256 * MIB
@@ -46,5 +49,7 @@ class FetchSettings:
     """Names the folder in which `file:` URLs must lie; None refuses all of them."""
     ca_file: Path | None = None
     """Names a file of certificates that are trusted in addition to those of the system."""
+    media_limits: MediaLimits = field(default_factory=MediaLimits)
+    """Limits what files may be, as for media of every origin."""
     memory_bytes: int = 1024 * MIB
     """Limits the data of the process that fetches, as Linux counts it; the files themselves do not count here."""

@@ -37,7 +37,7 @@ _HEADERS = (("accept", "*/*"), ("accept-encoding", "identity"), ("user-agent", "
 
 
 class GrowingFile(Protocol):
-    """A `GrowingFile` is told what a file takes before its bytes are received."""
+    """A `GrowingFile` is told what a file takes before its bytes are received, and sees them when they are there."""
 
     async def announce(self, num_bytes: int | None) -> None:
         """Takes the size of the file, or None if the server does not say it. Waits for room. Raises InvalidMedia if the
@@ -46,6 +46,18 @@ class GrowingFile(Protocol):
 
     def grow(self, num_bytes: int) -> None:
         """Takes the bytes that the file has now. Raises as `announce` does."""
+        ...
+
+    def see(self, piece: bytes) -> None:
+        """Takes the next bytes of the file. Raises InvalidMedia if the file will be refused."""
+        ...
+
+    def see_whole(self, file: StoredFile) -> None:
+        """Takes a file that was there already. Raises InvalidMedia if the file will be refused."""
+        ...
+
+    def end(self) -> None:
+        """Says that all bytes have arrived. Raises InvalidMedia if the file will be refused."""
         ...
 
 
@@ -124,8 +136,7 @@ class MediumClient:
         held = known.file.share()  # The cache may give its own up while the server is asked.
         try:
             if self._now() < known.fresh_until_s:
-                growing.grow(held.num_bytes)
-                return FetchedMedium(held.share(), True)
+                return _taken_from_cache(held, growing)
             return await self._exchange(url, key, held, known.validators(), growing)
         finally:
             held.close()
@@ -147,8 +158,7 @@ class MediumClient:
             terms = cache_terms(headers)
             if response.status == NOT_MODIFIED and held is not None:
                 self._cache.revalidated(key, terms, self._now())
-                growing.grow(held.num_bytes)
-                return FetchedMedium(held.share(), True)
+                return _taken_from_cache(held, growing)
             if response.status != OK:
                 raise MediaUnreachable(f"the server of the URL answered with the status {response.status}")
             if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
@@ -189,18 +199,26 @@ class MediumClient:
             yield piece
 
 
+def _taken_from_cache(held: StoredFile, growing: GrowingFile) -> FetchedMedium:
+    growing.grow(held.num_bytes)
+    growing.see_whole(held)
+    return FetchedMedium(held.share(), True)
+
+
 async def _received(pieces: AsyncIterator[bytes], growing: GrowingFile) -> StoredFile:
     """Receives a file. Raises InvalidMedia if it is empty, and what `growing` raises."""
     writer = FileWriter()
     try:
         async for piece in pieces:
             growing.grow(writer.num_bytes + len(piece))
+            growing.see(piece)
             try:
                 writer.append(piece)
             except OSError as error:
                 raise Overloaded("this server has no memory left for the file behind the URL") from error
         if not writer.num_bytes:
             raise InvalidMedia("the file behind the URL is empty")
+        growing.end()
         return writer.finish()
     finally:
         writer.close()

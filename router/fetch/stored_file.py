@@ -14,6 +14,8 @@ import tempfile
 
 from blake3 import blake3
 
+from modalities.family import ImageHeader
+
 READ_BYTES = 2**20
 HAS_MEMFD = hasattr(os, "memfd_create")
 
@@ -21,15 +23,24 @@ HAS_MEMFD = hasattr(os, "memfd_create")
 class StoredFile:
     """A `StoredFile` owns one descriptor until `close`."""
 
-    def __init__(self, file: int, num_bytes: int = 0, digest: bytes = b"") -> None:
+    def __init__(
+        self,
+        file: int,
+        num_bytes: int = 0,
+        digest: bytes = b"",
+        modality_to_header: dict[str, ImageHeader | None] | None = None,
+    ) -> None:
         self._file = file
         self.num_bytes = num_bytes
         self.digest = digest
         """Holds the digest of the content, as `content_digest` computes it, once the file is complete."""
+        self.modality_to_header = {} if modality_to_header is None else modality_to_header
+        """Holds what was read of the content, for all that share the file; None stands for a header that takes more
+        than a look at the bytes."""
 
     def share(self) -> StoredFile:
         """Returns the same file with a descriptor of its own."""
-        return StoredFile(os.dup(self._file), self.num_bytes, self.digest)
+        return StoredFile(os.dup(self._file), self.num_bytes, self.digest, self.modality_to_header)
 
     @property
     def descriptor(self) -> int:
@@ -38,6 +49,10 @@ class StoredFile:
     def read(self) -> bytes:
         """Returns the content. Raises OSError if the file is shorter than `num_bytes`."""
         return read_file(self._file, self.num_bytes)
+
+    def read_head(self, num_bytes: int) -> bytes:
+        """Returns at most so many of the first bytes."""
+        return os.pread(self._file, num_bytes, 0)
 
     def close(self) -> None:
         """Gives the descriptor back. Idempotent."""

@@ -12,27 +12,54 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fabric.contracts import InvalidMedia, MediaUnreachable, Overloaded, WeftError
+from modalities.family import ImageHeader
+from modalities.registry import Registry
+from router.fetch.fair_shares import NO_TENANT, FairShares, Party
 from router.fetch.fetch_budget import ByteAllowance, FetchBudget
 from router.fetch.fetch_cache import FetchCache, UrlKey
 from router.fetch.fetch_settings import MIB, FetchSettings
 from router.fetch.fetching import FetchedMedium, MediumClient
+from router.fetch.first_look import FirstLook, MediaJudge
 from router.fetch.pinned_network import NameResolver
 from router.fetch.stored_file import StoredFile
 from router.fetch.url_policy import FetchUrl
 
 _LOG = logging.getLogger(__name__)
+FULL = "the media that this server is fetching take all the memory that they may have"
+MEMORY_GREED = 2
+"""A party may have twice the memory that remains free, so that a file of half of all memory gets its turn while small
+ones come and go."""
 FIRST_BYTES = MIB
 """A file of unknown size takes this much of the budget first, and twice as much each time that it outgrows it."""
+
+
+class WantedMedium(NamedTuple):
+    """A `WantedMedium` says what is fetched, and for which request."""
+
+    url: str
+    salt: str = ""
+    """Requests with the same salt share fetches and files."""
+    request: int = 0
+    """Numbers the request; its fetches that are open together share what one request may fetch."""
+    modality: str = ""
+    """Names what the medium is to be; of an unknown modality nothing is judged."""
+    tenant: str = NO_TENANT
+    """Names the tenant whose share of places and memory the fetch takes."""
 
 
 class HeldFile:
     """A `HeldFile` is a fetched file of one request, with the memory that it takes of the budget, until `close`."""
 
-    def __init__(self, file: StoredFile, is_cached: bool, give_back: Callable[[], None]) -> None:
+    def __init__(
+        self, file: StoredFile, is_cached: bool, header: ImageHeader | None, give_back: Callable[[], None]
+    ) -> None:
         self.file = file
         self.is_cached = is_cached
+        self.header = header
+        """This is the header of an ordinary picture; other headers are still to be read."""
         self._at_close = [give_back]
 
     def on_close(self, call: Callable[[], None]) -> None:
@@ -49,15 +76,20 @@ class HeldFile:
 class UrlFetcher:
     """A `UrlFetcher` belongs to one event loop. `now` is the clock of the cache, in seconds."""
 
-    def __init__(self, settings: FetchSettings, resolver: NameResolver, now: Callable[[], float]) -> None:
+    def __init__(
+        self, settings: FetchSettings, resolver: NameResolver, registry: Registry, now: Callable[[], float]
+    ) -> None:
         """Raises OSError or ssl.SSLError if the file of certificates can't be read."""
         self._settings = settings
         self._resolver = resolver
         self._cache: FetchCache[StoredFile] = FetchCache(settings.cache_bytes)
         self._client = MediumClient(settings, resolver, self._cache, now)
-        self._budget = FetchBudget(settings.in_flight_bytes)
-        self._places = asyncio.Semaphore(settings.max_concurrent)
-        self._shared: dict[UrlKey, _SharedFetch] = {}
+        self._judge = MediaJudge(registry, settings.media_limits)
+        memory = FairShares(settings.in_flight_bytes, FIRST_BYTES, settings.max_concurrent, MEMORY_GREED)
+        self._budget = FetchBudget(memory, FULL)
+        places = FairShares(settings.max_concurrent, 1, settings.max_waiting)
+        self._places = FetchBudget(places, f"no place for fetching the medium was free within {settings.wait_s:g} s")
+        self._shared: dict[tuple[UrlKey, str], _SharedFetch] = {}
         self._requests: dict[int, _OpenRequest] = {}
 
     @property
@@ -69,15 +101,17 @@ class UrlFetcher:
     def num_fetches(self) -> int:
         return len(self._shared)
 
-    async def fetch(self, text: str, salt: str, request: int) -> HeldFile:
-        """Fetches a URL for a request. The fetches of the same `request` that are open together share what one request
-        may fetch. The caller closes the file. Raises UrlRefused, MediaUnreachable, InvalidMedia if it is too large, and
-        Overloaded."""
-        url = self._client.parse(text)
-        key = UrlKey(salt, url.text)
+    async def fetch(self, wanted: WantedMedium) -> HeldFile:
+        """Fetches a medium. The caller closes the file. Raises UrlRefused, MediaUnreachable, InvalidMedia if it is too
+        large or will be refused, and Overloaded."""
+        url = self._client.parse(wanted.url)
+        request = wanted.request
+        key = UrlKey(wanted.salt, url.text), wanted.modality
         shared = self._shared.get(key)
         if shared is None or shared.is_over:
-            shared = self._shared[key] = _SharedFetch(self._budget, self._settings)
+            party = Party(wanted.tenant, url.host)
+            most, look = self._judge.max_bytes(wanted.modality), self._judge.first_look(wanted.modality)
+            shared = self._shared[key] = _SharedFetch(party, self._budget, self._settings.wait_s, most, look)
             shared.task = asyncio.create_task(self._run(key, url, shared), name="fetch")
         opened = self._requests.setdefault(request, _OpenRequest(ByteAllowance(self._settings.max_request_bytes)))
         opened.num_open += 1
@@ -107,12 +141,13 @@ class UrlFetcher:
         for file in self._cache.clear():
             file.close()
 
-    async def _run(self, key: UrlKey, url: FetchUrl, shared: _SharedFetch) -> None:
+    async def _run(self, key: tuple[UrlKey, str], url: FetchUrl, shared: _SharedFetch) -> None:
         """Fetches a URL, and ends the shared fetch with the medium or with an error."""
         settings = self._settings
         try:
-            async with self._place(), asyncio.timeout(settings.total_timeout_s):
-                medium = await self._client.fetch(url, key.salt, shared)
+            async with self._place(shared.party), asyncio.timeout(settings.total_timeout_s):
+                medium = await self._client.fetch(url, key[0].salt, shared)
+                shared.header = await self._header(key[1], medium)
         except TimeoutError:
             shared.fail(MediaUnreachable(f"fetching the URL took more than {settings.total_timeout_s:g} s"))
         except WeftError as error:
@@ -128,19 +163,25 @@ class UrlFetcher:
                 del self._shared[key]
             shared.fail(Overloaded("the fetch was stopped"))
 
-    @asynccontextmanager
-    async def _place(self) -> AsyncIterator[None]:
-        """Holds one of the places. Raises Overloaded if none becomes free in time."""
+    async def _header(self, modality: str, medium: FetchedMedium) -> ImageHeader | None:
+        """Returns the header of an ordinary picture, or None. Closes the file if that fails."""
+        is_read = False
         try:
-            async with asyncio.timeout(self._settings.wait_s):
-                await self._places.acquire()
-        except TimeoutError as error:
-            message = f"every place for fetching media was taken for {self._settings.wait_s:g} s"
-            raise Overloaded(message, retry_after_s=self._settings.wait_s) from error
+            header = await self._judge.header(modality, medium.file)
+            is_read = True
+            return header
+        finally:
+            if not is_read:
+                medium.file.close()
+
+    @asynccontextmanager
+    async def _place(self, party: Party) -> AsyncIterator[None]:
+        """Holds one of the places. Raises Overloaded if none becomes free in time."""
+        number = await self._places.take(party, 1, self._settings.wait_s)
         try:
             yield
         finally:
-            self._places.release()
+            self._places.give_back(number)
 
 
 @dataclass(slots=True)
@@ -169,15 +210,22 @@ class _Listener:
 class _SharedFetch:
     """A `_SharedFetch` is one fetch and the requests that wait for it (it is their `GrowingFile`)."""
 
-    def __init__(self, budget: FetchBudget, settings: FetchSettings) -> None:
+    def __init__(self, party: Party, budget: FetchBudget, wait_s: float, max_bytes: int, look: FirstLook) -> None:
+        """`max_bytes` limits the file, and `wait_s` the wait for memory."""
+        self.party = party
+        self.header: ImageHeader | None = None
         self.task: asyncio.Task[None] | None = None
         self.is_over = False
         """This is True when no further request may join."""
         self._budget = budget
-        self._settings = settings
+        self._wait_s = wait_s
+        self._max_bytes = max_bytes
+        self._look = look
         self._listeners: list[_Listener] = []
         self._num_bytes = 0
         """This is the size of the file as far as it is known."""
+        self._number: int | None = None
+        """This is the number of what the fetch holds of the budget."""
         self._reserved = 0
         self._num_holders = 0
         """Counts the requests that have the file and have not given it back."""
@@ -209,20 +257,30 @@ class _SharedFetch:
         if num_bytes is not None:
             self._charge(num_bytes)
         wanted = FIRST_BYTES if num_bytes is None else num_bytes
-        await self._budget.take(wanted, self._settings.wait_s)
+        self._number = await self._budget.take(self.party, wanted, self._wait_s)
         self._reserved = wanted
 
     def grow(self, num_bytes: int) -> None:
         self._charge(num_bytes)
-        if self._reserved and num_bytes > self._reserved:
-            more = min(max(num_bytes, 2 * self._reserved), max(num_bytes, self._settings.max_item_bytes))
-            self._budget.take_now(more - self._reserved)
+        if self._number is not None and num_bytes > self._reserved:
+            more = min(max(num_bytes, 2 * self._reserved), max(num_bytes, self._max_bytes))
+            self._budget.take_more(self._number, more - self._reserved)
             self._reserved = more
+
+    def see(self, piece: bytes) -> None:
+        self._look.see(piece)
+
+    def see_whole(self, file: StoredFile) -> None:
+        self._look.see(file.read_head(self._look.num_wanted))
+        self._look.end()
+
+    def end(self) -> None:
+        self._look.end()
 
     def _charge(self, num_bytes: int) -> None:
         """Counts the bytes for every request that waits; one that may not have so many fails alone. Raises InvalidMedia
         if the file is too large for every request."""
-        most = self._settings.max_item_bytes
+        most = self._max_bytes
         if num_bytes > most:
             self.is_over = True
             raise InvalidMedia(f"the file behind the URL has more bytes than the limit of {most}")
@@ -249,7 +307,7 @@ class _SharedFetch:
         waiting = [listener for listener in listeners if not listener.landed.done()]
         self._num_holders = len(waiting)
         for listener in waiting:
-            listener.landed.set_result(HeldFile(medium.file.share(), medium.is_cached, self._given_back))
+            listener.landed.set_result(HeldFile(medium.file.share(), medium.is_cached, self.header, self._given_back))
         medium.file.close()
         if not waiting:
             self._release()
@@ -270,5 +328,6 @@ class _SharedFetch:
             self._release()
 
     def _release(self) -> None:
-        self._budget.give_back(self._reserved)
-        self._reserved = 0
+        if self._number is not None:
+            self._budget.give_back(self._number)
+            self._number = None

@@ -32,7 +32,14 @@ from modalities.family import (
     VideoHeader,
     plan_medium,
 )
-from modalities.media import MediaLimits, ModalityPlugin, ReadsFirstBytes, decoded_bytes, plan_media
+from modalities.media import (
+    MediaLimits,
+    ModalityPlugin,
+    ReadsFirstBytes,
+    decoded_bytes,
+    max_file_bytes,
+    plan_media,
+)
 from modalities.registry import Registry
 from router.api import IMAGE_EMBEDS, PART_TYPE_TO_MODALITY, MediaPart, shown
 from router.fetch import FetchedFile
@@ -117,7 +124,7 @@ class MediaReader:
         for part, plugin, file in zip(parts, plugins, files, strict=True):
             medium = await self._probe(part, plugin, file)
             if part.uuid and part.has_content:
-                self._named_media.keep(account.owner, salt, _kind(part, plugin), part.uuid, file)
+                self._named_media.keep(account.tenant, salt, _kind(part, plugin), part.uuid, file)
             num_bytes += decoded_bytes(medium.header)
             self._check_decoded(num_bytes, part.param)
             media.append(medium._replace(sound=self._sound(medium) if has_sound_tracks else None))
@@ -190,8 +197,9 @@ class MediaReader:
         inside = [(part, plugin) for part, plugin in wanted if part.param not in urls and part.has_content]
         files = await self._in_thread(self._parse, inside) if inside else {}
         if urls:
-            fetched = await self._url_media.fetch(urls, salt, account)
             part_to_plugin = {part.param: plugin for part, plugin in wanted}
+            modalities = {part: plugin.modality for part, plugin in part_to_plugin.items()}
+            fetched = await self._url_media.fetch(urls, modalities, salt, account)
             files |= await self._in_thread(self._take, fetched, part_to_plugin)
         files |= kept
         return [files[part.param] for part in parts]
@@ -216,13 +224,18 @@ class MediaReader:
             files[part.param] = NamedFile(data, content_digest(data), _first_header(plugin, data))
         return files
 
-    @staticmethod
-    def _take(fetched: Mapping[str, FetchedFile], plugins: Mapping[str, ModalityPlugin]) -> dict[str, NamedFile]:
-        """Returns the files that were fetched, by part."""
-        return {
-            part: NamedFile(file.data, file.digest, _first_header(plugins[part], file.data))
-            for part, file in fetched.items()
-        }
+    def _take(self, fetched: Mapping[str, FetchedFile], plugins: Mapping[str, ModalityPlugin]) -> dict[str, NamedFile]:
+        """Returns the files that were fetched, by part. Raises InvalidMedia for one that is too large for its
+        modality, which a fetcher that judges files has already refused."""
+        files: dict[str, NamedFile] = {}
+        for part, (data, digest, _, header) in fetched.items():
+            plugin = plugins[part]
+            most = max_file_bytes(plugin, self._limits)
+            if len(data) > most:
+                message = f"{part}: the file has {len(data)} bytes, which is more than the limit of {most}"
+                raise InvalidMedia(message, param=part)
+            files[part] = NamedFile(data, digest, header or _first_header(plugin, data))
+        return files
 
     async def _probe(self, part: MediaPart, plugin: ModalityPlugin, file: NamedFile) -> ProbedMedium:
         clock = asyncio.get_running_loop()

@@ -15,7 +15,7 @@ from typing import Protocol
 from fabric.contracts import InvalidRequest, RequestRefused, UrlRefused, WeftError
 from modalities.media import part_url
 from router.api import MediaPart
-from router.fetch import FetchedFile, MediaFetcher
+from router.fetch import NO_TENANT, FetchedFile, MediaFetcher, WantedMedium
 
 URL_SUFFIX = "_url"
 """Ends the part types that hold a URL, in the field of the same name: `image_url`, `video_url`, `audio_url`, and those
@@ -27,8 +27,9 @@ class FetchAccount(Protocol):
     """A `FetchAccount` is told what is fetched for one request."""
 
     @property
-    def owner(self) -> str:
-        """Names the tenant that sent the request."""
+    def tenant(self) -> str:
+        """Returns the tenant that sent the request, whose share of the fetcher it takes; `NO_TENANT` if clients have no
+        keys."""
         ...
 
     def take(self, num_bytes: int) -> None:
@@ -43,7 +44,7 @@ class FetchAccount(Protocol):
 class Unaccounted:
     """An `Unaccounted` is a `FetchAccount` that counts nothing."""
 
-    owner = ""
+    tenant = NO_TENANT
 
     def take(self, num_bytes: int) -> None:
         return
@@ -94,14 +95,20 @@ class UrlMedia:
                 raise _of_part(error, part.param) from error
         return urls
 
-    async def fetch(self, urls: Mapping[str, str], salt: str, account: FetchAccount) -> dict[str, FetchedFile]:
-        """Fetches the URLs of one request, and maps their parts to the files. The first failure ends the other fetches.
-        Raises UrlRefused, MediaUnreachable or InvalidMedia, naming the part, and Busy or Unavailable."""
+    async def fetch(
+        self, urls: Mapping[str, str], modalities: Mapping[str, str], salt: str, account: FetchAccount
+    ) -> dict[str, FetchedFile]:
+        """Fetches the URLs of one request, and maps their parts to the files. `modalities` says what each part is to
+        be. The first failure ends the other fetches. Raises UrlRefused, MediaUnreachable or InvalidMedia, naming the
+        part, and Busy or Unavailable."""
         if not urls:
             return {}
         request = next(self._numbers)
         tasks = [
-            asyncio.create_task(self._fetch(part, url, salt, request, account), name=f"fetch of {part}")
+            asyncio.create_task(
+                self._fetch(part, WantedMedium(url, salt, request, modalities[part], account.tenant), account),
+                name=f"fetch of {part}",
+            )
             for part, url in urls.items()
         ]
         try:
@@ -112,12 +119,12 @@ class UrlMedia:
             await asyncio.gather(*tasks, return_exceptions=True)
         return dict(zip(urls, files, strict=True))
 
-    async def _fetch(self, part: str, url: str, salt: str, request: int, account: FetchAccount) -> FetchedFile:
+    async def _fetch(self, part: str, wanted: WantedMedium, account: FetchAccount) -> FetchedFile:
         assert self._fetcher is not None
         clock = asyncio.get_running_loop()
         started_s = clock.time()
         try:
-            file = await self._fetcher.fetch(url, salt, request, account.take)
+            file = await self._fetcher.fetch(wanted, account.take)
         except WeftError as error:
             account.ended(part, clock.time() - started_s, None, error.code)
             if isinstance(error, RequestRefused):

@@ -27,7 +27,16 @@ from fabric.contracts import (
     UrlRefused,
     content_digest,
 )
-from router.fetch import FetchedFile, FetchProcess, FetchSettings, LoopFetcher, MediaFetcher, fetch_process
+from modalities.media import MediaLimits
+from router.fetch import (
+    FetchedFile,
+    FetchProcess,
+    FetchSettings,
+    LoopFetcher,
+    MediaFetcher,
+    WantedMedium,
+    fetch_process,
+)
 
 Make = Callable[..., MediaFetcher]
 MEDIUM = bytes(range(256)) * 300
@@ -54,7 +63,11 @@ async def fetching(make: Make, server: MediaServer, **settings: object) -> Async
 
 
 async def fetch(fetcher: MediaFetcher, url: str, salt: str = "", request: int = 1) -> FetchedFile:
-    return await fetcher.fetch(url, salt, request, lambda _: None)
+    return await fetcher.fetch(WantedMedium(url, salt, request), lambda _: None)
+
+
+def at_most(num_bytes: int) -> MediaLimits:
+    return MediaLimits(max_bytes_per_item=num_bytes)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -95,7 +108,7 @@ CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 async def test_a_file_arrives_whole_with_its_digest(make: Make) -> None:
     taken: list[int] = []
     async with media_server({"/a": response(MEDIUM)}) as server, fetching(make, server) as fetcher:
-        found = await fetcher.fetch(server.url("/a", "media.test"), "", 1, taken.append)
+        found = await fetcher.fetch(WantedMedium(server.url("/a", "media.test")), taken.append)
         assert found == FetchedFile(MEDIUM, content_digest(MEDIUM), False)
         assert taken == [len(MEDIUM)]
 
@@ -146,7 +159,7 @@ async def test_a_file_is_read_under_its_root_alone(make: Make, tmp_path: Path) -
     os.mkfifo(root / "pipe")
     async with (
         media_server() as server,
-        fetching(make, server, schemes=("file",), file_root=root, max_item_bytes=len(MEDIUM)) as fetcher,
+        fetching(make, server, schemes=("file",), file_root=root, media_limits=at_most(len(MEDIUM))) as fetcher,
     ):
         assert (await fetch(fetcher, f"file://{root}/in/a%20b.png")).data == MEDIUM
         assert (await fetch(fetcher, f"file://{root}/inner")).data == MEDIUM
@@ -194,7 +207,7 @@ WRONG: dict[str, tuple[object, type[Exception], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 async def test_a_wrong_answer_is_an_error_of_the_request(make: Make, name: str) -> None:
     page, error, words = WRONG[name]
-    limits = {"max_item_bytes": 2_000_000, "read_timeout_s": 1.0}
+    limits = {"media_limits": at_most(2_000_000), "read_timeout_s": 1.0}
     async with (
         media_server({"/a": page, "/b": response(MEDIUM)}) as server,
         fetching(make, server, **limits) as fetcher,
@@ -258,7 +271,7 @@ async def test_a_fresh_file_is_not_asked_for_again_by_its_tenant(make: Make) -> 
         fetching(make, server) as fetcher,
     ):
         assert not (await fetch(fetcher, server.url("/a"), "one")).is_cached
-        assert await fetch(fetcher, server.url("/a"), "one") == (MEDIUM, content_digest(MEDIUM), True)
+        assert await fetch(fetcher, server.url("/a"), "one") == (MEDIUM, content_digest(MEDIUM), True, None)
         assert len(server.asked) == 1
         assert not (await fetch(fetcher, server.url("/a"), "two")).is_cached
         assert len(server.asked) == 2
@@ -271,11 +284,11 @@ async def test_a_file_is_asked_for_with_its_validators(make: Make) -> None:
 
     async with media_server({"/a": page}) as server, fetching(make, server) as fetcher:
         assert not (await fetch(fetcher, server.url("/a"))).is_cached
-        assert await fetch(fetcher, server.url("/a")) == (MEDIUM, content_digest(MEDIUM), True)
+        assert await fetch(fetcher, server.url("/a")) == (MEDIUM, content_digest(MEDIUM), True, None)
         assert "if-none-match" not in server.asked[0].headers
         assert server.asked[1].headers["if-none-match"] == '"v1"'
         server.pages["/a"] = response(b"new", etag='"v2"')
-        assert await fetch(fetcher, server.url("/a")) == (b"new", content_digest(b"new"), False)
+        assert await fetch(fetcher, server.url("/a")) == (b"new", content_digest(b"new"), False, None)
 
 
 async def test_what_may_not_be_kept_is_fetched_again(make: Make) -> None:
@@ -353,7 +366,9 @@ async def test_fetches_wait_for_places_and_for_memory(make: Make) -> None:
     async with media_server(pages) as server:
         limits = {"max_concurrent": 2, "in_flight_bytes": 1000, "wait_s": 20.0}
         async with fetching(make, server, **limits) as fetcher:
-            tasks = [asyncio.create_task(fetch(fetcher, server.url(f"/{name}"), request=name)) for name in range(3)]
+            hosts = ("127.0.0.2", "media.test", "127.0.0.2")
+            urls = [server.url(f"/{name}", host) for name, host in enumerate(hosts)]
+            tasks = [asyncio.create_task(fetch(fetcher, url, request=name)) for name, url in enumerate(urls)]
             await until(lambda: len(server.asked) == 2)
             await asyncio.sleep(0.05)
             assert len(server.asked) == 2
@@ -371,7 +386,7 @@ async def test_a_fetch_without_a_place_in_time_is_overloaded(make: Make) -> None
     ):
         first = asyncio.create_task(fetch(fetcher, server.url("/0")))
         await until(lambda: len(server.asked) == 1)
-        with pytest.raises(Overloaded, match="every place"):
+        with pytest.raises(Overloaded, match="no place"):
             await fetch(fetcher, server.url("/1"))
         gate.set()
         assert (await first).data == MEDIUM
@@ -387,7 +402,7 @@ async def test_what_the_router_has_no_room_for_is_given_back(make: Make) -> None
     ):
         for _ in range(3):
             with pytest.raises(Overloaded, match=f"no room for {len(MEDIUM)}"):
-                await fetcher.fetch(server.url("/a"), "", 1, full)
+                await fetcher.fetch(WantedMedium(server.url("/a")), full)
         assert (await fetch(fetcher, server.url("/a"))).data == MEDIUM
 
 
@@ -395,7 +410,7 @@ async def test_the_loop_gives_all_memory_and_descriptors_back() -> None:
     pages = {"/a": response(MEDIUM, etag='"v"'), "/big": endless(CHUNKED), "/404": response(b"", "404 No")}
     async with media_server(pages) as server:
         before = len(os.listdir("/proc/self/fd"))
-        async with fetching(LoopFetcher, server, max_item_bytes=300_000) as fetcher:
+        async with fetching(LoopFetcher, server, media_limits=at_most(300_000)) as fetcher:
             for path in ("/a", "/a", "/big", "/404", "/a"):
                 await asyncio.gather(fetch(fetcher, server.url(path)), return_exceptions=True)
             await until(lambda: fetcher.fetcher.num_fetches == 0)

@@ -18,7 +18,7 @@ from media_servers import FixedResolver, MediaServer, media_server, response
 
 from fabric.contracts import MediaUnreachable, UrlRefused, WeftError
 from router.api import http_error
-from router.fetch import FetchSettings, LoopFetcher
+from router.fetch import FetchSettings, LoopFetcher, WantedMedium
 
 ALLOWED = "127.0.0.2"
 
@@ -215,7 +215,7 @@ class Place(NamedTuple):
 
     async def fetch(self, url: str) -> bytes:
         port = str(self.forbidden.port)
-        return (await self.fetcher.fetch(url.replace("PORT", port), "", 1, lambda _: None)).data
+        return (await self.fetcher.fetch(WantedMedium(url.replace("PORT", port)), lambda _: None)).data
 
 
 @asynccontextmanager

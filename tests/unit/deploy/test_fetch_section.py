@@ -10,6 +10,7 @@ from deploy.compose import build_fetcher, fetch_settings
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
 from fabric.contracts import ConfigError
+from modalities.media import MediaLimits
 from router.fetch import FetchProcess, FetchSettings
 
 
@@ -31,7 +32,7 @@ def test_every_key_reaches_the_fetcher(tmp_path: Path) -> None:
         "{schemes: [https, http, file], allowed_hosts: ['*.example.com', '10.1.2.3'], denied_hosts: [bad.example.com], "
         "allowed_networks: [10.1.0.0/16, 'fd00::/8'], allowed_ports: [443, 8443], max_redirects: 1, "
         "max_request_bytes: 2MiB, connect_timeout_s: 1, read_timeout_s: 2, total_timeout_s: 3, wait_s: 4, "
-        "max_concurrent: 5, in_flight_bytes: 6MiB, cache_bytes: 0, memory_bytes: 512MiB, "
+        "max_concurrent: 5, max_waiting: 7, in_flight_bytes: 6MiB, cache_bytes: 0, memory_bytes: 512MiB, "
         f"file_root: '{tmp_path}', ca_file: '{tmp_path}/ca.pem'}}"
     )
     assert fetch_settings(config_of(text)) == FetchSettings(
@@ -41,18 +42,19 @@ def test_every_key_reaches_the_fetcher(tmp_path: Path) -> None:
         allowed_networks=("10.1.0.0/16", "fd00::/8"),
         allowed_ports=(443, 8443),
         max_redirects=1,
-        max_item_bytes=2**20,
         max_request_bytes=2 * 2**20,
         connect_timeout_s=1.0,
         read_timeout_s=2.0,
         total_timeout_s=3.0,
         wait_s=4.0,
         max_concurrent=5,
+        max_waiting=7,
         in_flight_bytes=6 * 2**20,
         cache_bytes=0,
         memory_bytes=512 * 2**20,
         file_root=tmp_path,
         ca_file=tmp_path / "ca.pem",
+        media_limits=MediaLimits(max_bytes_per_item=2**20),
     )
 
 

@@ -16,7 +16,7 @@ from router_chats import chat, chat_body, expected, image, text
 from deploy.testing import FakeCluster, fake_cluster, settled
 from fabric.contracts import InvalidMedia, ManualClock, MediaUnreachable, NoCapacity, WeftError, content_digest
 from router.edge import create_app
-from router.fetch import FetchedFile, FetchSettings, UrlPolicy, parse_url
+from router.fetch import FetchedFile, FetchSettings, UrlPolicy, WantedMedium, parse_url
 
 CHAT = "/v1/chat/completions"
 PICTURE = png(picture(1))
@@ -42,8 +42,9 @@ class HandFetcher:
     def check(self, url: str) -> None:
         UrlPolicy(FetchSettings()).check(parse_url(url))
 
-    async def fetch(self, url: str, salt: str, request: int, take: Callable[[int], None]) -> FetchedFile:
-        self.asked.append((url, salt, request))
+    async def fetch(self, wanted: WantedMedium, take: Callable[[int], None]) -> FetchedFile:
+        url = wanted.url
+        self.asked.append((url, wanted.salt, wanted.request))
         try:
             await asyncio.sleep(0 if url in self.url_to_file else 3600)
         except asyncio.CancelledError:
