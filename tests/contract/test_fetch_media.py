@@ -11,12 +11,11 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from media_servers import Answer, AskedRequest, MediaServer, local_names, media_server, response, write_certificate
+from local_fetches import CHUNKED, MEDIUM, Make, at_most, endless, fetch, fetching, silent, until
+from media_servers import Answer, AskedRequest, media_server, response, write_certificate
 
 from fabric.contracts import (
     InvalidMedia,
@@ -27,79 +26,18 @@ from fabric.contracts import (
     UrlRefused,
     content_digest,
 )
-from modalities.media import MediaLimits
 from router.fetch import (
     FetchedFile,
     FetchProcess,
-    FetchSettings,
     LoopFetcher,
-    MediaFetcher,
     WantedMedium,
     fetch_process,
 )
-
-Make = Callable[..., MediaFetcher]
-MEDIUM = bytes(range(256)) * 300
 
 
 @pytest.fixture(params=[LoopFetcher, FetchProcess])
 def make(request: pytest.FixtureRequest) -> Make:
     return request.param
-
-
-@asynccontextmanager
-async def fetching(make: Make, server: MediaServer, **settings: object) -> AsyncIterator[MediaFetcher]:
-    defaults = {
-        "schemes": ("https", "http"),
-        "allowed_ports": (server.port,),
-        "allowed_networks": ("127.0.0.2/31",),
-    }
-    fetcher = make(FetchSettings(**(defaults | settings)), local_names)
-    await fetcher.start()
-    try:
-        yield fetcher
-    finally:
-        await fetcher.close()
-
-
-async def fetch(fetcher: MediaFetcher, url: str, salt: str = "", request: int = 1) -> FetchedFile:
-    return await fetcher.fetch(WantedMedium(url, salt, request), lambda _: None)
-
-
-def at_most(num_bytes: int) -> MediaLimits:
-    return MediaLimits(max_bytes_per_item=num_bytes)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - another process changes it
-            await asyncio.sleep(0.005)
-
-
-def endless(first: bytes) -> Answer:
-    """Returns a page that begins with these bytes and then never ends."""
-
-    async def page(_: AskedRequest, writer: asyncio.StreamWriter) -> None:
-        writer.write(first)
-        while True:
-            writer.write(b"10000\r\n" + bytes(65536) + b"\r\n")
-            await writer.drain()
-
-    return page
-
-
-def silent(first: bytes) -> Answer:
-    """Returns a page that sends these bytes, and then nothing until its client leaves."""
-
-    async def page(_: AskedRequest, writer: asyncio.StreamWriter) -> None:
-        writer.write(first)
-        await writer.drain()
-        await asyncio.Event().wait()
-
-    return page
-
-
-CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 # ------------------------------------------------------------ what arrives
