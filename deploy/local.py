@@ -33,6 +33,7 @@ from fabric.contracts import (
 )
 from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
 from router.edge import create_app
+from router.prompt import MediumFile
 from router.run import Pools
 
 if TYPE_CHECKING:
@@ -60,11 +61,11 @@ class DirectEncoders:
     def __init__(self) -> None:
         self.services: dict[MemberId, EncoderService] = {}
 
-    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
         if encoder_id not in self.services:
             raise TargetGone(f"the encoder {encoder_id} has left the cluster")
         with as_member(encoder_id):
-            return await self.services[encoder_id].encode(request, media)
+            return await self.services[encoder_id].encode(request, [file.data for file in media])
 
 
 class LocalCluster:

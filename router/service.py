@@ -495,15 +495,14 @@ class FetchLog:
     def __init__(self, ticket: Ticket, tenant: str, trace: RequestTrace, clock: Clock, metrics: RouterMetrics) -> None:
         self.take = ticket.grow
         self.tenant = tenant
+        self.now = clock.now
         self._trace = trace
-        self._clock = clock
         self._metrics = metrics
 
-    def ended(self, part: str, seconds: float, file: FetchedFile | None, code: str) -> None:
+    def ended(self, part: str, began_s: float, file: FetchedFile | None, code: str) -> None:
         num_bytes, is_cached = (0, False) if file is None else (len(file.data), file.is_cached)
-        from_s = self._clock.now() - seconds
-        self._trace.add("fetched", from_s=from_s, part=part, num_bytes=num_bytes, is_cached=is_cached, code=code)
-        self._metrics.observe_fetch("cached" if is_cached else code, seconds, num_bytes)
+        self._trace.add("fetched", from_s=began_s, part=part, num_bytes=num_bytes, is_cached=is_cached, code=code)
+        self._metrics.observe_fetch("cached" if is_cached else code, self.now() - began_s, num_bytes)
 
 
 def salted(request: R, salt: str) -> R:

@@ -35,10 +35,11 @@ from fabric.contracts import (
     WeftError,
     WorkerLost,
 )
+from router.prompt import MediumFile
 
 INLINE_BYTES = 64 * 1024
 """Calls carry media up to this size. Larger media are passed by reference through Ray's object store, which keeps one
-copy for all processes of a host."""
+copy for all processes of a host. A file is put there once, however many calls carry it."""
 
 
 class RayWorkerPool:
@@ -58,17 +59,20 @@ class RayEncoderPool:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._encode = handle.encode
 
-    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
         # The media are top-level arguments, so that Ray resolves their references before the call.
-        carried = [ray.put(data) if len(data) > INLINE_BYTES else data for data in media]
+        carried = [file.sent(ray.put) if len(file.data) > INLINE_BYTES else file.data for file in media]
         result: EncodeResult = await call_pinned(self._encode, encoder_id, EncoderLost, request, *carried)
+        if not any(item.error for item in result.items):
+            for file in media:
+                file.arrived()
         return result
 
 
 class NoEncoders:
     """Implements `EncoderPool` for a cluster without encoders. The planner never calls it, but a stale plan would."""
 
-    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
         raise NoCapacity("this cluster has no encoders")
 
 

@@ -31,7 +31,7 @@ from modalities.family import Family, MediaHeader
 from modalities.registry import REGISTRY, Registry
 from modalities.text import TextCodec
 from router.fetch import MediaFetcher
-from router.prompt import PromptBuilder
+from router.prompt import MediumFile, PromptBuilder
 from router.router_config import RouterConfig
 from router.run import Pools
 from router.service import RouterService
@@ -65,10 +65,10 @@ class FakePools:
             raise TargetGone(f"{worker_id} has left")
         return await self.workers[worker_id].generate(request)
 
-    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
         if encoder_id not in self.encoders:
             raise TargetGone(f"{encoder_id} has left")
-        return await self.encoders[encoder_id].encode(request, media)
+        return await self.encoders[encoder_id].encode(request, [file.data for file in media])
 
 
 class FakeCluster:

@@ -11,7 +11,7 @@ media, and knows nothing of workers, encoders or routes.
 
 from router.prompt.answer_formats import PLAIN, AnswerPlan, new_call_id
 from router.prompt.prompt_builder import Draft, Prompt, PromptBuilder, PromptRequest
-from router.prompt.request_media import NOTHING_LOST, ItemKey, Losses, media_seconds
+from router.prompt.request_media import NOTHING_LOST, ItemKey, Losses, MediumFile, media_seconds
 
 __all__ = [
     "NOTHING_LOST",
@@ -20,6 +20,7 @@ __all__ = [
     "Draft",
     "ItemKey",
     "Losses",
+    "MediumFile",
     "Prompt",
     "PromptBuilder",
     "PromptRequest",

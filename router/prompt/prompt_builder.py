@@ -68,6 +68,7 @@ from router.prompt.request_media import (
     MediaPlanner,
     MediaReader,
     MediaSources,
+    MediumFile,
     PlannedItem,
     ProbedMedium,
     Prober,
@@ -90,7 +91,7 @@ class Prompt:
     """Holds one id per position, with placeholders expanded."""
     placeholders: tuple[PlaceholderRange, ...]
     media: tuple[MediaItem, ...]
-    media_bytes: tuple[bytes, ...]
+    media_files: tuple[MediumFile, ...]
     """Holds the encoded file of each medium, because an encoding may be needed again at any time."""
     sampling: SamplingParams
     stop: StopConditions
@@ -370,7 +371,7 @@ class PromptBuilder:
             token_ids=tuple(expanded.token_ids),
             placeholders=expanded.placeholders,
             media=media,
-            media_bytes=tuple(planned.data for planned in items),
+            media_files=tuple(planned.file for planned in items),
             sampling=draft.sampling,
             prompt_outputs=request.prompt_outputs,
             stop=stop_conditions(request, num_tokens, longest, self.codec.eos_token_ids),

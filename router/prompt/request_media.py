@@ -251,7 +251,9 @@ class MediaReader:
             plugin.validate(header, self._limits, part.param)
         probe_s = clock.time() - started_s
         most = LOW_DETAIL_PIXELS if part.detail == "low" else 0
-        return ProbedMedium(part.param, plugin.modality, file.data, file.digest, header, None, probe_s, most)
+        return ProbedMedium(
+            part.param, plugin.modality, MediumFile(file.data), file.digest, header, None, probe_s, most
+        )
 
     def _has_sound_tracks(self, wanted: bool | None) -> bool:
         takes_sound = self.max_items.get(SOUND, 0) > 0
@@ -269,16 +271,39 @@ class MediaReader:
         return sound
 
 
+class MediumFile:
+    """A `MediumFile` is the encoded file of one medium, for as long as its request lives. Encodings of it share what
+    was made to send it: those of a video and its sound track, and those that are tried again."""
+
+    __slots__ = ("_sent", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self._sent: object | None = None
+
+    def sent(self, make: Callable[[bytes], object]) -> object:
+        """Returns what `make` makes of the data to send it, such as a reference to a copy in an object store. Calls
+        `make` only if nothing is there from an earlier call."""
+        if self._sent is None:
+            self._sent = make(self.data)
+        return self._sent
+
+    def arrived(self) -> None:
+        """Drops what was made to send the file, because it is hardly sent again. Calls in progress keep what they
+        have."""
+        self._sent = None
+
+
 class ProbedMedium(NamedTuple):
     """A `ProbedMedium` is one part of the request that is a medium."""
 
     part: str
     """This is the path of the part in the request, such as `messages.0.content.1`."""
     modality: str
-    data: bytes
+    file: MediumFile
     """Holds the encoded file, or the features that were sent in its place."""
     digest: bytes
-    """This is the digest of `data`, which is hashed once, however often the item is planned."""
+    """This is the digest of the file, which is hashed once, however often the item is planned."""
     header: MediaHeader | FeaturesHeader
     sound: AudioHeader | None
     """This is the sound track of a video, if the model is to get it."""
@@ -431,7 +456,7 @@ class MediaPlanner:
         medium = wanted.medium
         planned = plan_media(
             self._family,
-            medium.data,
+            medium.file.data,
             wanted.header,
             index,
             medium.part,
@@ -440,13 +465,13 @@ class MediaPlanner:
             wanted.anchor,
             medium.digest,
         )
-        return PlannedItem(planned.plan, planned.item, medium.data)
+        return PlannedItem(planned.plan, planned.item, medium.file)
 
 
 class PlannedItem(NamedTuple):
     plan: ItemPlan
     item: MediaItem
-    data: bytes
+    file: MediumFile
 
 
 class _Wanted(NamedTuple):

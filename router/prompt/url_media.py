@@ -36,8 +36,12 @@ class FetchAccount(Protocol):
         """Counts bytes before they are taken into the router's memory. Raises Overloaded if there is no room."""
         ...
 
-    def ended(self, part: str, seconds: float, file: FetchedFile | None, code: str) -> None:
-        """Notes that a fetch has ended, after so many seconds, with a file (`ok`) or with the code of an error."""
+    def now(self) -> float:
+        """Returns the time on the clock of the request's trace."""
+        ...
+
+    def ended(self, part: str, began_s: float, file: FetchedFile | None, code: str) -> None:
+        """Notes that a fetch that began at `began_s` has ended, with a file (`ok`) or with the code of an error."""
         ...
 
 
@@ -49,7 +53,10 @@ class Unaccounted:
     def take(self, num_bytes: int) -> None:
         return
 
-    def ended(self, part: str, seconds: float, file: FetchedFile | None, code: str) -> None:
+    def now(self) -> float:
+        return 0.0
+
+    def ended(self, part: str, began_s: float, file: FetchedFile | None, code: str) -> None:
         return
 
 
@@ -121,16 +128,15 @@ class UrlMedia:
 
     async def _fetch(self, part: str, wanted: WantedMedium, account: FetchAccount) -> FetchedFile:
         assert self._fetcher is not None
-        clock = asyncio.get_running_loop()
-        started_s = clock.time()
+        began_s = account.now()
         try:
             file = await self._fetcher.fetch(wanted, account.take)
         except WeftError as error:
-            account.ended(part, clock.time() - started_s, None, error.code)
+            account.ended(part, began_s, None, error.code)
             if isinstance(error, RequestRefused):
                 raise _of_part(error, part) from error
             raise
-        account.ended(part, clock.time() - started_s, file, "ok")
+        account.ended(part, began_s, file, "ok")
         return file
 
 

@@ -28,6 +28,7 @@ from fabric.contracts import (
 from fabric.transport import Plane
 from router.observe import RouterMetrics
 from router.planning import CapacityQueue, ClusterState, KvRoom, Supply, TenantShares, Waiter
+from router.prompt import MediumFile
 from router.router_config import RouterConfig
 from router.run.admission import TenantLedger
 
@@ -135,8 +136,9 @@ class WorkerPool(Protocol):
 
 
 class EncoderPool(Protocol):
-    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
-        """Encodes the items of a request; `media` holds the file of each item, as the client sent it. Raises TargetGone
+    async def encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
+        """Encodes the items of a request; `media` holds the file of each item, as the client sent it. Items of one file
+        have the same object, and so has an item that is sent again. Raises TargetGone
         if the encoder had left before the call, EncoderLost if the encoder died during the call, or what the encoder
         raised: Overloaded if its queue is full, and WorkerBackedUp if only the share of the request's worker is
         full."""

@@ -37,7 +37,7 @@ from fabric.contracts import (
 )
 from router.observe import RequestTrace, item_stages, modality_class
 from router.planning import RoutePlan, RouteQuery
-from router.prompt import Prompt
+from router.prompt import MediumFile, Prompt
 from router.run.context import RouterContext
 from router.run.failures import FAILURES, Setbacks
 
@@ -291,7 +291,7 @@ class EncodeDispatcher:
             priority=self._prompt.priority,
             time_left_s=min(self._asked_s(items), max(SHORTEST_CALL_S, self._left_s())),
         )
-        media = [self._prompt.media_bytes[index] for index in items]
+        media = [self._prompt.media_files[index] for index in items]
         task = self._context.tasks.spawn(self._encode(encoder_id, request, media), f"encode {request_id}/{attempt}")
         host = self._context.machine_of(encoder_id)
         self._calls[task] = OpenEncode(encoder_id, items, host, self._context.clock.now())
@@ -306,7 +306,7 @@ class EncodeDispatcher:
         """Returns how much time an encoder has to answer so that its answer still counts in this attempt."""
         return self._dispatch.deadline_s - self._context.clock.now() - self._context.config.encode_grace_s
 
-    async def _encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+    async def _encode(self, encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
         """Calls an encoder and returns its result. A working encoder answers within the time that the call has left,
         however busy it is. An encoder that does not answer is considered silent, and the call is cancelled, which frees
         what the call holds there. Raises DeadlineExceeded for a silent encoder, and what the encoder raised."""

@@ -1,5 +1,5 @@
-"""Fetches files that will be refused, which are not received to their end, and files of slow servers, which leave places
-and memory to others; in the router's loop and through the process."""
+"""Fetches files that will be refused, which are not received to their end, and files of slow servers, which leave
+places and memory to others; in the router's loop and through the process."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ refused with the part that is at fault."""
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,8 +16,11 @@ from router_chats import chat, chat_body, expected, image, text
 
 from deploy.testing import FakeCluster, fake_cluster, settled
 from fabric.contracts import InvalidMedia, ManualClock, MediaUnreachable, NoCapacity, WeftError, content_digest
+from modalities.family import ImageHeader
+from modalities.media import MediaLimits
 from router.edge import create_app
-from router.fetch import FetchedFile, FetchSettings, UrlPolicy, WantedMedium, parse_url
+from router.fetch import NO_TENANT, FetchedFile, FetchSettings, UrlPolicy, WantedMedium, parse_url
+from router.router_config import Tenant
 
 CHAT = "/v1/chat/completions"
 PICTURE = png(picture(1))
@@ -30,6 +34,8 @@ class HandFetcher:
     def __init__(self, url_to_file: Mapping[str, bytes | WeftError]) -> None:
         self.url_to_file = dict(url_to_file)
         self.asked: list[tuple[str, str, int]] = []
+        self.wanted: list[WantedMedium] = []
+        self.header: ImageHeader | None = None
         self.num_cancelled = 0
         self.is_closed = False
 
@@ -44,6 +50,7 @@ class HandFetcher:
 
     async def fetch(self, wanted: WantedMedium, take: Callable[[int], None]) -> FetchedFile:
         url = wanted.url
+        self.wanted.append(wanted)
         self.asked.append((url, wanted.salt, wanted.request))
         try:
             await asyncio.sleep(0 if url in self.url_to_file else 3600)
@@ -54,7 +61,7 @@ class HandFetcher:
         if isinstance(file, WeftError):
             raise file
         take(len(file))
-        return FetchedFile(file, content_digest(file), url == DOG)
+        return FetchedFile(file, content_digest(file), url == DOG, self.header)
 
 
 def by_url(url: str) -> dict[str, object]:
@@ -226,6 +233,61 @@ async def test_the_deadline_counts_the_time_of_fetching() -> None:
         fetcher.fetch = slow
         late = await answer(client, by_url(CAT), weft={"ttft_deadline_ms": 4000})
         assert (late.status_code, late.json()["error"]["code"]) == (429, "deadline_out_of_reach")
+
+
+async def test_the_time_of_fetching_is_a_part_of_the_time_to_first_token() -> None:
+    """Two fetches that run at once count once, and what else reading takes is another part."""
+    clock = ManualClock(100.0)
+    async with served({CAT: PICTURE, DOG: png(picture(2))}, clock=clock) as (_, client, fetcher):
+        fetch = fetcher.fetch
+
+        async def slow(wanted: WantedMedium, take: Callable[[int], None]) -> FetchedFile:
+            file = await fetch(wanted, take)
+            clock.advance(2.0)
+            return file
+
+        fetcher.fetch = slow
+        found = await answer(client, by_url(CAT), by_url(DOG))
+        assert found.status_code == 200
+        record = (await client.get(f"/weft/requests/{found.headers['x-request-id']}")).json()
+        first = record["first_token"]
+        assert first["parts"]["fetched"] == pytest.approx(4.0)
+        assert first["parts"]["read"] == pytest.approx(0.0)
+        assert first["at_s"] == pytest.approx(sum(first["parts"].values()))
+        assert first["at_s"] - first["actual_s"] == pytest.approx(4.0)
+        spans = {span["begin_s"]: span["end_s"] for span in record["timeline"] if span["name"] == "fetched"}
+        assert (min(spans), max(spans.values())) == (pytest.approx(0.0), pytest.approx(4.0))
+
+
+async def test_a_fetch_says_what_the_medium_is_to_be_and_for_whom() -> None:
+    async with served({CAT: PICTURE}) as (_, client, fetcher):
+        assert (await answer(client, by_url(CAT))).status_code == 200
+        assert fetcher.wanted[0][2:] == (1, "image", NO_TENANT)
+    shop = Tenant("shop", (hashlib.sha256(b"sk-shop").hexdigest(),))
+    async with served({CAT: PICTURE}, tenants=(shop,)) as (_, client, fetcher):
+        client.headers["authorization"] = "Bearer sk-shop"
+        assert (await answer(client, by_url(CAT))).status_code == 200
+        assert fetcher.wanted[0][2:] == (1, "image", "shop")
+
+
+async def test_a_header_that_came_with_the_file_is_not_read_again() -> None:
+    """The bytes are no picture at all, so the request would be refused if the router looked at them."""
+    async with served({CAT: b"not a picture"}) as (cluster, client, fetcher):
+        assert (await answer(client, by_url(CAT))).status_code == 400
+        fetcher.header = ImageHeader("PNG", 96, 96, "RGB")
+        inside = await answer(client, image(1))
+        assert (await answer(client, by_url(CAT))).status_code == inside.status_code == 200
+        first, second = cluster.workers[0].requests
+        assert first.media[0].grid == second.media[0].grid
+
+
+async def test_a_file_that_is_too_large_for_its_modality_is_refused() -> None:
+    """A fetcher has refused such a file before; the router relies on no fetcher for that."""
+    limits = MediaLimits(max_bytes_per_item=len(PICTURE) - 1)
+    async with served({CAT: PICTURE}, media_limits=limits) as (_, client, _):
+        error = (await answer(client, by_url(CAT))).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_media", "messages.0.content.1")
+        assert f"more than the limit of {len(PICTURE) - 1}" in error["message"]
 
 
 async def test_without_a_fetcher_a_url_is_refused_plainly() -> None:

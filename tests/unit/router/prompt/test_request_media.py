@@ -178,7 +178,7 @@ async def test_what_is_kept_for_planning_again_holds_no_text_of_media() -> None:
     async with media_cluster() as cluster:
         draft = await cluster.service._prompt_builder.read(asked_for)
         (medium,) = draft.media
-        assert medium.data.startswith(b"video 64x32")
+        assert medium.file.data.startswith(b"video 64x32")
         assert draft.contents == ([TextPart("see"), MediaPart("video_url", {}, "messages.0.content.1")],)
         assert [message.content for message in draft.request.messages] == [None]
         assert asked_for.messages[0].content is not None

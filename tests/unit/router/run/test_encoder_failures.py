@@ -31,6 +31,7 @@ from fabric.contracts import (
     WorkerLost,
 )
 from router.api import http_error
+from router.prompt import MediumFile
 from router.run.encode_dispatcher import EncodeDispatcher
 from router.run.failures import Setbacks
 
@@ -101,13 +102,32 @@ async def test_refusals_of_busy_encoders_are_not_tries_that_failed() -> None:
         answers = iter([busy, busy, busy, lost])
         encode = cluster.pools.encode
 
-        async def answer(encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        async def answer(encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
             if (error := next(answers, None)) is not None:
                 raise error
             return await encode(encoder_id, request, media)
 
         cluster.pools.encode = answer
         assert (await read(await cluster.service.open(chat([image(1)]))))[0] == [expected(cluster)]
+
+
+async def test_a_file_that_goes_to_another_encoder_is_the_same_object() -> None:
+    """Otherwise a cluster on Ray would put it into the object store again."""
+    async with fake_cluster(num_encoders=3) as cluster:
+        answers = iter([EncoderLost("died"), MachineBusy("this encoder is too busy")])
+        encode, carried = cluster.pools.encode, []
+
+        async def answer(encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
+            carried.append(tuple(media))
+            if (error := next(answers, None)) is not None:
+                raise error
+            return await encode(encoder_id, request, media)
+
+        cluster.pools.encode = answer
+        assert (await read(await cluster.service.open(chat([image(1), image(2)]))))[0] == [expected(cluster)]
+        sent = [id(file) for files in carried for file in files]
+        assert len(sent) >= 4
+        assert len(set(sent)) == 2
 
 
 async def test_items_of_a_call_that_were_late_together_go_elsewhere_together() -> None:
@@ -164,7 +184,7 @@ async def test_an_encoder_that_refused_a_call_is_free_of_it_at_once() -> None:
         refusals = iter([Overloaded("the queue of this encoder is full", retry_after_s=0.1)])
         encode, asked = cluster.pools.encode, []
 
-        async def answer(encoder_id: MemberId, request: EncodeRequest, media: Sequence[bytes]) -> EncodeResult:
+        async def answer(encoder_id: MemberId, request: EncodeRequest, media: Sequence[MediumFile]) -> EncodeResult:
             asked.append(encoder_id)
             if (error := next(refusals, None)) is not None:
                 raise error
