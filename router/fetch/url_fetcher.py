@@ -43,7 +43,7 @@ class WantedMedium(NamedTuple):
     salt: str = ""
     """Requests with the same salt share fetches and files."""
     request: int = 0
-    """Numbers the request; its fetches that are open together share what one request may fetch."""
+    """This is the number of the request, whose fetches that are open together share what one request may fetch."""
     modality: str = ""
     """Names what the medium is to be; of an unknown modality nothing is judged."""
     tenant: str = NO_TENANT
