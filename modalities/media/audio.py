@@ -31,9 +31,9 @@ from modalities.media.containers import not_a_container, open_container, sniff, 
 from modalities.media.first_bytes import declared_sound, is_picture
 from modalities.media.plugin import (
     AUDIO_S,
-    DECLARED_SLACK,
     FirstVerdict,
     MediaLimits,
+    declares_more,
     decode_base64,
     decode_data_url,
     decoding,
@@ -82,8 +82,8 @@ class AudioPlugin:
             is_other = is_picture(head) or head.lstrip().startswith(b"<")
             return FirstVerdict(not_a_container(head) if is_other else "", False)
         _, _, seconds, is_final = declared_sound(head)
-        is_long = seconds is not None and seconds > DECLARED_SLACK * limits.max_audio_seconds
-        return FirstVerdict(_too_long(seconds, limits) if is_long and seconds is not None else "", is_final)
+        is_long = declares_more(seconds, limits.max_audio_seconds)
+        return FirstVerdict(_too_long(seconds or 0.0, limits) if is_long else "", is_final)
 
     def probe(self, data: bytes, param: str) -> AudioHeader:
         """Returns the header of the audio file. Reads the container to its end and decodes nothing. Raises InvalidMedia

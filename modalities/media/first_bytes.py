@@ -232,29 +232,35 @@ def _mp4(head: bytes) -> Declared:
     try:
         for each in _boxes(head, box.begin, box.end):
             if each.name == b"mvhd":
-                seconds = _mvhd_seconds(head, each)
-            elif each.name == b"trak" and (size := _track_size(head, each)) is not None:
-                return Declared(size[0], size[1], seconds, is_final=True)
+                seconds = _box_seconds(head, each)
+            elif each.name == b"trak" and (found := _pictures(head, each)) is not None:
+                # The whole lasts as long as its longest track, and an edit list may cut away a part of a track.
+                lasts = [known for known in (seconds, found.seconds) if known is not None]
+                return found._replace(seconds=min(lasts, default=None))
     except _Short:
         return Declared(seconds=seconds)
     return Declared(seconds=seconds, is_final=True)
 
 
-def _mvhd_seconds(head: bytes, box: _Box) -> float | None:
+def _box_seconds(head: bytes, box: _Box) -> float | None:
+    """Returns the length in a box `mvhd` or `mdhd`, whose beginnings are alike; None if it is unknown."""
     (version,) = _unpack(">B", head, box.begin)
     scale, ticks = _unpack(">IQ", head, box.begin + 20) if version == 1 else _unpack(">II", head, box.begin + 12)
     is_unknown = ticks in (2**32 - 1, 2**64 - 1)
     return ticks / scale if scale and ticks and not is_unknown else None
 
 
-def _track_size(head: bytes, track: _Box) -> tuple[int, ...] | None:
-    """Returns the pixels of a track's pictures, or None for a track of another kind."""
+def _pictures(head: bytes, track: _Box) -> Declared | None:
+    """Returns what a track of pictures declares, or None for a track of another kind."""
     media = _inside(head, track, b"mdia")
     handler = None if media is None else _inside(head, media, b"hdlr")
     if media is None or handler is None or head[handler.begin + 8 : handler.begin + 12] != b"vide":
         return None
-    table = _inside(head, media, b"minf", b"stbl", b"stsd")
-    return None if table is None else _unpack(">HH", head, table.begin + 40)
+    times, table = _inside(head, media, b"mdhd"), _inside(head, media, b"minf", b"stbl", b"stsd")
+    if table is None:
+        return None
+    width, height = _unpack(">HH", head, table.begin + 40)
+    return Declared(width, height, None if times is None else _box_seconds(head, times), is_final=True)
 
 
 _SEGMENT, _INFO, _TRACKS, _TRACK, _VIDEO = 0x18538067, 0x1549A966, 0x1654AE6B, 0xAE, 0xE0

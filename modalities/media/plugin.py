@@ -130,9 +130,14 @@ class JudgesFirstBytes(Protocol):
 
 JUDGED_BYTES = 512
 """No file is judged by fewer of its first bytes."""
-DECLARED_SLACK = 1.05
-"""A length is declared with rounding, and sometimes for the longest of several tracks. It counts as too long only if it
-exceeds the limit by this factor."""
+_DECLARED_SLACK, _DECLARED_SLACK_S = 1.05, 1.0
+"""A length is declared with rounding, with what decoders leave out, and sometimes for the longest of several tracks. It
+counts as too long only if it exceeds the limit by this factor and this many seconds."""
+
+
+def declares_more(seconds: float | None, limit_s: float) -> bool:
+    """Returns whether a length that a file declares is plainly more than the limit; None is an unknown length."""
+    return seconds is not None and seconds > _DECLARED_SLACK * limit_s + _DECLARED_SLACK_S
 
 
 def max_file_bytes(plugin: ModalityPlugin, limits: MediaLimits) -> int:

@@ -43,10 +43,10 @@ from modalities.media.containers import (
 from modalities.media.first_bytes import declared_video
 from modalities.media.frame_sampling import choose_keyframes, probed_frames
 from modalities.media.plugin import (
-    DECLARED_SLACK,
     FRAMES,
     FirstVerdict,
     MediaLimits,
+    declares_more,
     decode_data_url,
     decoding_piecewise,
     part_url,
@@ -93,8 +93,8 @@ class VideoPlugin:
             return FirstVerdict(_NO_PICTURES, True)
         width, height, seconds, is_final = declared_video(head)
         flaw = "" if width is None or height is None else _too_many_pixels(width, height, limits)
-        if not flaw and seconds is not None and seconds > DECLARED_SLACK * limits.max_video_seconds:
-            flaw = _too_long(seconds, limits)
+        if not flaw and declares_more(seconds, limits.max_video_seconds):
+            flaw = _too_long(seconds or 0.0, limits)
         return FirstVerdict(flaw, is_final)
 
     def probe(self, data: bytes, param: str) -> VideoHeader:

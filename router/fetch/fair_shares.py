@@ -3,9 +3,9 @@
 What a fetch takes can't be taken back before it ends, so fairness among those that wait is not enough. A party may take
 more only while what it holds does not exceed what then remains free, or a multiple of that. Alone it gets half of all,
 two parties get a third each, and there is something left for a party that holds nothing. (The rule is that of dynamic
-thresholds for the queues of a switch: Choudhury and Hahne in `docs/references.md`.) Within what a tenant may take, the hosts that it asks
-share by the same rule, and so do all hosts where requests have no tenant. What becomes free goes to the tenant that
-holds least, and there to the host that holds least.
+thresholds for the queues of a switch: Choudhury and Hahne in `docs/references.md`.) Within what a tenant may take, the
+hosts that it asks share by the same rule, and so do all hosts where requests have no tenant. What becomes free goes to
+the tenant that holds least, and there to the host that holds least.
 
 The module is pure. It knows nothing of URLs, of clocks, and of what is shared: places and bytes follow one rule.
 """
