@@ -65,6 +65,7 @@ def test_every_limit_is_listed_with_its_effective_value() -> None:
         }
     )
     rows = dict(limit_rows(config))
+    assert (rows["media.fetch.max_concurrent"], rows["media.fetch.max_waiting"]) == ("64", "256")
     assert rows["server.max_body_bytes"] == "1,048,576 (1 MiB)"
     assert rows["limits.max_messages"] == "7"
     assert rows["media.max_image_pixels"] == "178,956,970"
