@@ -40,7 +40,7 @@ from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest, CompletionRequest, GenerationFields
 from router.cost_file import CostFile
-from router.fetch import NO_TENANT, FetchedFile
+from router.fetch import SHARED_TENANT, FetchedFile
 from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.peer_feed import PeerFeed
@@ -410,7 +410,7 @@ class RouterService:
     def _fetch_log(self, ticket: Ticket, trace: RequestTrace) -> FetchLog:
         """Returns the account of what a request fetches. Without keys, all clients have one tenant, and that may use
         all of the fetcher."""
-        tenant = NO_TENANT if self.keys.is_open else ticket.tenant.name
+        tenant = SHARED_TENANT if self.keys.is_open else ticket.tenant.name
         return FetchLog(ticket, tenant, trace, self._context.clock, self._context.metrics)
 
     def _trace(self, request_id: RequestId, request: PromptRequest, label: str | None) -> RequestTrace:

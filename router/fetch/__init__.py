@@ -11,7 +11,7 @@ requests' formats, and of files only what the plugins say.
 """
 
 from router.fetch.address_rules import AddressRules
-from router.fetch.fair_shares import NO_TENANT
+from router.fetch.fair_shares import SHARED_TENANT
 from router.fetch.fetch_process import FetchedFile, FetchProcess, MediaFetcher
 from router.fetch.fetch_settings import FetchSettings
 from router.fetch.loop_fetcher import LoopFetcher
@@ -21,7 +21,7 @@ from router.fetch.url_policy import MAX_URL_CHARS, UrlPolicy, parse_url
 
 __all__ = [
     "MAX_URL_CHARS",
-    "NO_TENANT",
+    "SHARED_TENANT",
     "AddressRules",
     "FetchProcess",
     "FetchSettings",

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from fabric.contracts import Overloaded
 
-NO_TENANT = ""
+SHARED_TENANT = ""
 """Names the tenant of requests without keys. Nothing tells their clients apart, so it has no share of its own, and only
 the hosts have."""
 MAX_WAITING = 256
@@ -62,7 +62,7 @@ class FairShares:
         if is_first and self._fits(party, amount):
             self._give(number, party, amount)
             return True
-        owner: Party | str = party if party.tenant == NO_TENANT else party.tenant
+        owner: Party | str = party if party.tenant == SHARED_TENANT else party.tenant
         if self._num_waiting[owner] >= self._max_waiting - self.num_waiting:
             raise Overloaded("too many fetches of media wait already; send fewer requests at once")
         self._lines.setdefault(party.tenant, {}).setdefault(party.host, deque()).append((number, amount))
@@ -116,7 +116,7 @@ class FairShares:
             return True
         free = self.limit - self.used
         room = self._greed * (free - amount) + self._quantum - amount
-        if party.tenant != NO_TENANT:
+        if party.tenant != SHARED_TENANT:
             room -= self._held[party.tenant]
         # What the tenant could still take is to its hosts what is free to all tenants.
         return amount <= free and self._held[party] <= room

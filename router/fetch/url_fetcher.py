@@ -17,7 +17,7 @@ from typing import NamedTuple
 from fabric.contracts import InvalidMedia, MediaUnreachable, Overloaded, WeftError
 from modalities.family import ImageHeader
 from modalities.registry import Registry
-from router.fetch.fair_shares import NO_TENANT, FairShares, Party
+from router.fetch.fair_shares import SHARED_TENANT, FairShares, Party
 from router.fetch.fetch_budget import ByteAllowance, FetchBudget
 from router.fetch.fetch_cache import FetchCache, UrlKey
 from router.fetch.fetch_settings import MIB, FetchSettings
@@ -46,7 +46,7 @@ class WantedMedium(NamedTuple):
     """This is the number of the request, whose fetches that are open together share what one request may fetch."""
     modality: str = ""
     """Names what the medium is to be; of an unknown modality nothing is judged."""
-    tenant: str = NO_TENANT
+    tenant: str = SHARED_TENANT
     """Names the tenant whose share of places and memory the fetch takes."""
 
 

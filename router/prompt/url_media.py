@@ -15,7 +15,7 @@ from typing import Protocol
 from fabric.contracts import InvalidRequest, RequestRefused, UrlRefused, WeftError
 from modalities.media import part_url
 from router.api import MediaPart
-from router.fetch import NO_TENANT, FetchedFile, MediaFetcher, WantedMedium
+from router.fetch import SHARED_TENANT, FetchedFile, MediaFetcher, WantedMedium
 
 URL_SUFFIX = "_url"
 """Ends the part types that hold a URL, in the field of the same name: `image_url`, `video_url`, `audio_url`, and those
@@ -28,8 +28,8 @@ class FetchAccount(Protocol):
 
     @property
     def tenant(self) -> str:
-        """Returns the tenant that sent the request, whose share of the fetcher it takes; `NO_TENANT` if clients have no
-        keys."""
+        """Returns the tenant that sent the request, whose share of the fetcher it takes; `SHARED_TENANT` if clients
+        have no keys."""
         ...
 
     def take(self, num_bytes: int) -> None:
@@ -48,7 +48,7 @@ class FetchAccount(Protocol):
 class Unaccounted:
     """An `Unaccounted` is a `FetchAccount` that counts nothing."""
 
-    tenant = NO_TENANT
+    tenant = SHARED_TENANT
 
     def take(self, num_bytes: int) -> None:
         return

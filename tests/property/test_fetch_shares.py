@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from fabric.contracts import Overloaded
-from router.fetch.fair_shares import NO_TENANT, FairShares, Party
+from router.fetch.fair_shares import SHARED_TENANT, FairShares, Party
 
 parties = st.builds(Party, st.sampled_from(["a", "b", "c", "d"]), st.sampled_from(["one", "two"]))
 MAX_WAITING = 12
@@ -51,7 +51,7 @@ class PlacesWalk(RuleBasedStateMachine):
 
     @rule(party=parties, host=st.sampled_from(["one", "two", "three", "four"]))
     def come(self, party: Party, host: str) -> None:
-        party = Party(NO_TENANT, host) if self.is_keyless else party
+        party = Party(SHARED_TENANT, host) if self.is_keyless else party
         self.number += 1
         num_waiting = len(self.waiting)
         try:

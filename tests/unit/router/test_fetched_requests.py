@@ -19,7 +19,7 @@ from fabric.contracts import InvalidMedia, ManualClock, MediaUnreachable, NoCapa
 from modalities.family import ImageHeader
 from modalities.media import MediaLimits
 from router.edge import create_app
-from router.fetch import NO_TENANT, FetchedFile, FetchSettings, UrlPolicy, WantedMedium, parse_url
+from router.fetch import SHARED_TENANT, FetchedFile, FetchSettings, UrlPolicy, WantedMedium, parse_url
 from router.router_config import Tenant
 
 CHAT = "/v1/chat/completions"
@@ -262,7 +262,7 @@ async def test_the_time_of_fetching_is_a_part_of_the_time_to_first_token() -> No
 async def test_a_fetch_says_what_the_medium_is_to_be_and_for_whom() -> None:
     async with served({CAT: PICTURE}) as (_, client, fetcher):
         assert (await answer(client, by_url(CAT))).status_code == 200
-        assert fetcher.wanted[0][2:] == (1, "image", NO_TENANT)
+        assert fetcher.wanted[0][2:] == (1, "image", SHARED_TENANT)
     shop = Tenant("shop", (hashlib.sha256(b"sk-shop").hexdigest(),))
     async with served({CAT: PICTURE}, tenants=(shop,)) as (_, client, fetcher):
         client.headers["authorization"] = "Bearer sk-shop"

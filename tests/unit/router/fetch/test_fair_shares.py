@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from fabric.contracts import Overloaded
-from router.fetch.fair_shares import NO_TENANT, FairShares, Party
+from router.fetch.fair_shares import SHARED_TENANT, FairShares, Party
 
 
 class Crowd:
@@ -54,12 +54,12 @@ def test_one_slow_host_leaves_places_to_the_other_hosts_of_its_tenant() -> None:
 def test_without_tenants_the_hosts_share_all_places() -> None:
     crowd = Crowd(FairShares(64))
     for _ in range(40):
-        crowd.come(NO_TENANT, "slow")
-    assert crowd.num_held(NO_TENANT) == 32
+        crowd.come(SHARED_TENANT, "slow")
+    assert crowd.num_held(SHARED_TENANT) == 32
     for _ in range(40):
-        crowd.come(NO_TENANT, "other")
-    assert crowd.num_held(NO_TENANT, "other") == 16
-    assert crowd.shares.holds(crowd.come(NO_TENANT, "third"))
+        crowd.come(SHARED_TENANT, "other")
+    assert crowd.num_held(SHARED_TENANT, "other") == 16
+    assert crowd.shares.holds(crowd.come(SHARED_TENANT, "third"))
 
 
 def test_a_single_place_is_used() -> None:
@@ -97,10 +97,10 @@ def test_one_tenant_does_not_fill_the_line() -> None:
 
 def test_a_large_amount_leaves_room_for_small_ones() -> None:
     shares = FairShares(512, quantum=1, greed=2)
-    assert shares.enter(1, Party(NO_TENANT, "slow"), 256)
-    assert not shares.enter(2, Party(NO_TENANT, "slow"), 256)
-    assert not shares.enter(3, Party(NO_TENANT, "other"), 256)
-    assert shares.enter(4, Party(NO_TENANT, "third"), 10)
+    assert shares.enter(1, Party(SHARED_TENANT, "slow"), 256)
+    assert not shares.enter(2, Party(SHARED_TENANT, "slow"), 256)
+    assert not shares.enter(3, Party(SHARED_TENANT, "other"), 256)
+    assert shares.enter(4, Party(SHARED_TENANT, "third"), 10)
     assert shares.leave(1) == [2]
     assert shares.leave(2) == [3]
 
