@@ -358,7 +358,7 @@ HEAD = ("Client", "Load", "Requests", "Errors", "Seconds", "Result")
 
 def row(cells: Sequence[str]) -> str:
     """Returns a row of a table in Markdown, with columns that also line up in a terminal."""
-    widths = (33, 12, 8, 6, 7)
+    widths = (34, 11, 8, 6, 7)
     padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
     return f"| {' | '.join((*padded, *cells[len(widths) :]))} |"
 
