@@ -47,7 +47,7 @@ async def in_process_cluster(
 
     async with running(config) as cluster:
         transport = httpx.ASGITransport(cluster.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://weft", timeout=timeout_s) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=timeout_s) as client:
             yield cluster, client
 
 

@@ -122,7 +122,7 @@ async def test_the_record_of_a_request_of_text() -> None:
 
 async def test_openais_client_gets_the_record() -> None:
     async with in_process_cluster(CONFIG) as (_, client):
-        asked = openai.AsyncOpenAI(base_url="http://weft/v1", api_key="none", http_client=client)
+        asked = openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=client)
         fields = {name: value for name, value in body("Only words.").items() if name != "ignore_eos"}
         extra = {"weft": {"explain": True}}
         answer = await asked.chat.completions.create(**fields, extra_body=extra)

@@ -102,7 +102,7 @@ def connect(cluster: ClusterProcess) -> socket.socket:
 
 def request_bytes(content: dict[str, Any]) -> bytes:
     data = json.dumps(content).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: weft\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     return head.encode() + data
 
 
@@ -112,7 +112,7 @@ def idle_connections(cluster: ClusterProcess) -> Iterator[None]:
     with ExitStack() as stack:
         for _ in range(NUM_IDLE):
             client = stack.enter_context(connect(cluster))
-            client.sendall(b"GET /health/live HTTP/1.1\r\nHost: weft\r\n\r\n")
+            client.sendall(b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert client.recv(12) == b"HTTP/1.1 200"
         yield
 

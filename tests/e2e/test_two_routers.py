@@ -66,7 +66,7 @@ def expected() -> list[tuple[Any, ...]]:
         async with (
             running(config) as cluster,
             httpx.AsyncClient(
-                transport=httpx.ASGITransport(cluster.app), base_url="http://weft", timeout=120
+                transport=httpx.ASGITransport(cluster.app), base_url="http://localhost", timeout=120
             ) as client,
         ):
             answers = []

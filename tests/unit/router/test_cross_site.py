@@ -47,7 +47,7 @@ async def test_a_body_of_another_type_is_refused_by_every_route() -> None:
                 answer = await client.post(path, content=chat_body(), headers={"content-type": kind})
                 assert refusal(answer) == (415, "unsupported_content_type"), (path, kind)
                 assert description.flaws("post", path, answer) == []
-        for kind in ("application/json", "text/plain", ""):
+        for kind in ("application/json", "text/plain", "application/x-www-form-urlencoded", ""):
             answer = await client.post("/v1/audio/transcriptions", content=b"{}", headers={"content-type": kind})
             assert refusal(answer) == (415, "unsupported_content_type"), kind
             assert description.flaws("post", "/v1/audio/transcriptions", answer) == []

@@ -83,7 +83,6 @@ async def test_a_model_that_does_not_hear_says_so() -> None:
 @pytest.mark.parametrize(
     ("fields", "files", "param"),
     [
-        ({"model": TINY_MODEL}, {}, None),
         ({"model": TINY_MODEL}, {"other": SOUND}, "file"),
         ({"model": TINY_MODEL}, {"file": ("a.wav", b"", "audio/wav")}, "file"),
         ({}, {"file": SOUND}, "model"),
@@ -106,7 +105,6 @@ async def test_bad_forms_are_named(fields: dict[str, str], files: dict[str, obje
 @pytest.mark.parametrize(
     ("body", "content_type"),
     [
-        (b"{}", "application/json"),
         (b"", "multipart/form-data"),
         (b"garbage", "multipart/form-data; boundary=x"),
         (b'--x\r\nContent-Disposition: form-data; name="file"\r\n\r\nabc', "multipart/form-data; boundary=x"),
