@@ -95,7 +95,9 @@ async def _serve_here(config: ClusterConfig, num_warm_up: int, num_requests: int
     samples = Samples({"whole cluster": os.getpid()})
     async with (
         running(config) as cluster,
-        httpx.AsyncClient(transport=httpx.ASGITransport(cluster.app), base_url="http://localhost", timeout=120) as client,
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(cluster.app), base_url="http://localhost", timeout=120
+        ) as client,
     ):
         numbers = iter(range(num_warm_up + num_requests))
 
