@@ -105,6 +105,22 @@ def reads_every_body(guards: Guards) -> None:
         return body
 
 
+@naive(
+    "The answer to a request that meets a defect shows a path, or what another client has sent.",
+    "CVE-2026-22778",
+    "router/edge/app.py",
+    "unit/router/test_http_edge.py::test_a_defect_is_answered_without_its_words",
+    r"\[Errno 13\]",
+)
+def shows_the_exception(guards: Guards) -> None:
+    """Answers with the words of the exception."""
+    from starlette.responses import JSONResponse
+
+    @guards.method("router.edge.app:internal_error")
+    async def answer(request: object, error: Exception) -> JSONResponse:
+        return JSONResponse({"error": {"message": str(error), "type": "server_error"}}, 500)
+
+
 # ------------------------------------------------------------ prompts
 
 TEXT = "unit/modalities/text/"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 
+import httpx
 import pytest
 from asgi_exchange import Exchange
 from edge_client import events, served
@@ -310,6 +311,24 @@ async def test_bad_requests_are_named_and_the_cluster_serves_on(
         assert "x-request-id" in response.headers
         assert cluster.workers[0].requests == []
         assert (await client.post(CHAT, content=chat_body())).status_code == 200
+
+
+@pytest.mark.parametrize("place", ["parse", "_prompt_builder.read"])
+async def test_a_defect_is_answered_without_its_words(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The words of an exception may hold paths, addresses, or what another client has sent; the log has them."""
+
+    async def fails(*_: object, **__: object) -> object:
+        raise PermissionError(13, "Permission denied", "/srv/secret/key")
+
+    async with fake_cluster() as cluster:
+        owner_name, _, name = place.rpartition(".")
+        monkeypatch.setattr(getattr(cluster.service, owner_name) if owner_name else cluster.service, name, fails)
+        transport = httpx.ASGITransport(create_app(cluster.service), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+            response = await client.post(CHAT, content=chat_body())
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
+        assert response.json()["error"]["message"] == "an internal error occurred (PermissionError)"
+        assert "secret" not in response.text + str(response.headers)
 
 
 async def test_long_prompt_names_both_numbers() -> None:
