@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pickle
+from collections.abc import Iterator
 from typing import Any
 
 from naive_plugin import Guards
@@ -35,6 +37,25 @@ def trusts_the_network(guards: Guards) -> None:
     """Takes messages of everyone who reaches the port."""
     guards.replace("fabric.transport.zmq_plane:PlaneKeys.secure_receiver", lambda self, socket: None)
     guards.replace("test_fabric_plane_access:PATIENCE_MS", 1000)
+
+
+@naive(
+    "Ray's dashboard takes jobs from everybody who reaches it.",
+    "CVE-2023-48022",
+    "deploy/ray/runtime.py",
+    "contract/test_own_ray.py::test_a_ray_of_its_own_has_no_dashboard_and_listens_on_the_loopback",
+    "KeyError: 'include_dashboard'",
+)
+def starts_ray_as_it_is(guards: Guards) -> None:
+    """Starts Ray with its defaults."""
+    import ray
+
+    @contextlib.contextmanager
+    def started(*_: object) -> Iterator[None]:
+        ray.init(address="local")
+        yield
+
+    guards.replace("deploy.ray.runtime:_ray", started)
 
 
 # ------------------------------------------------------------ connections

@@ -6,6 +6,7 @@ guard by its name. The plugin knows nothing of what the variants replace.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from operator import attrgetter
@@ -28,10 +29,11 @@ class Guards:
 
     def replace(self, place: str, new: object) -> object:
         """Puts `new` in the place of `module:attribute`, and into every imported module that has the same object under
-        the same name. The attribute may be a member of a class (`module:Class.method`). Returns what was there."""
+        the same name; the module is imported if no test has. The attribute may be a member of a class
+        (`module:Class.method`). Returns what was there."""
         module_name, _, path = place.partition(":")
         owner_path, _, name = path.rpartition(".")
-        module = sys.modules[module_name]
+        module = importlib.import_module(module_name)
         owner = attrgetter(owner_path)(module) if owner_path else module
         old = getattr(owner, name)
         setattr(owner, name, new)
