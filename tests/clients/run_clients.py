@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -330,15 +331,16 @@ def run(load: Load, client: Client, environment: Path, files: Path) -> tuple[str
     }
     program = str(environment / "bin" / load.command[0])
     try:
-        done = subprocess.run(
-            (program, *load.command[1:]),
-            cwd=folder,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LOAD_TIMEOUT_S,
-        )
+        with tempfile.TemporaryDirectory() as left_behind:  # aiperf leaves files there.
+            done = subprocess.run(
+                (program, *load.command[1:]),
+                cwd=folder,
+                env=variables | {"TMPDIR": left_behind},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LOAD_TIMEOUT_S,
+            )
     except subprocess.TimeoutExpired:
         return f"no end after {LOAD_TIMEOUT_S:g} s", Counts(0, 0)
     (folder / "output.txt").write_text(done.stdout)
