@@ -276,3 +276,42 @@ def guards_v1_alone(guards: Guards) -> None:
             await call(self, scope, receive, send)
 
     call = guards.replace("router.edge.access:AccessControl.__call__", guarded)
+
+
+BROWSERS = "unit/router/test_cross_site.py::"
+
+
+@naive(
+    "A page of another site has the browser send a body of a type for which it need not ask.",
+    "",
+    "router/edge/cross_site.py",
+    f"{BROWSERS}test_a_body_of_another_type_is_refused_by_every_route",
+    "assert",
+)
+def reads_every_type(guards: Guards) -> None:
+    """Reads a body whatever its type."""
+    guards.replace("router.edge.cross_site:check_content_type", lambda scope, wanted: None)
+
+
+@naive(
+    "A page of another site sends a request to a cluster that asks for no key.",
+    "",
+    "router/edge/cross_site.py",
+    f"{BROWSERS}test_without_keys_pages_of_other_sites_can_send_nothing",
+    "assert",
+)
+def answers_every_page(guards: Guards) -> None:
+    """Answers requests from everywhere."""
+    guards.replace("router.edge.cross_site:check_site", lambda scope, hosts, origins: None)
+
+
+@naive(
+    "The name of a site suddenly leads to the reader's own machine (DNS rebinding).",
+    "",
+    "router/edge/cross_site.py",
+    f"{BROWSERS}test_a_server_with_known_names_refuses_others[evil.example:8000-False]",
+    "assert",
+)
+def has_every_name(guards: Guards) -> None:
+    """Compares the origin with the host alone."""
+    guards.replace("router.edge.cross_site:_is_allowed", lambda host, patterns: True)
