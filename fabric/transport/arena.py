@@ -467,6 +467,7 @@ class OrderedIntegers:
 
     def __init__(self, largest: int) -> None:
         num_levels = max(1, -(-largest.bit_length() // _BITS))
+        self._largest = largest
         self._levels: list[dict[int, int]] = [{} for _ in range(num_levels)]
         """Level 0 maps the upper bits of a member to a bitmap of its lowest bits. In the same way, each further level
         says which nodes of the level below contain members."""
@@ -503,7 +504,9 @@ class OrderedIntegers:
         return None
 
     def at_most(self, number: int) -> int | None:
-        """Returns the largest member that is `number` or less, or None."""
+        """Returns the largest member that is `number` or less, or None. `number` may be more than the largest allowed
+        member."""
+        number = min(number, self._largest)
         for height, level in enumerate(self._levels):
             if number < 0:
                 return None

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -229,6 +229,7 @@ def test_an_arena_has_at_least_one_unit() -> None:
     steps=st.lists(st.tuples(st.booleans(), st.integers(0, 2**54)), max_size=40),
     asked=st.lists(st.integers(0, 2**54), min_size=1, max_size=10),
 )
+@example(largest=511, steps=[(True, 511)], asked=[0])
 def test_the_nearest_integer_is_that_of_a_sorted_list(
     largest: int, steps: list[tuple[bool, int]], asked: list[int]
 ) -> None:
