@@ -59,8 +59,11 @@ def image_grid(
     if wishes.max_pixels:
         most = min(most, max(wishes.max_pixels, wished.min_pixels))
     height, width = smart_resize(header.height, header.width, wished, most)
-    if wishes.min_pixels and height * width > options.max_pixels:  # Rounding up can exceed a narrow range.
-        height, width = smart_resize(height, width, replace(options, min_pixels=0))
+    if wishes.min_pixels and height * width > options.max_pixels:
+        # Rounding up exceeded a narrow range. Rounding down may give less than the picture has without the wish.
+        reduced = smart_resize(height, width, replace(options, min_pixels=0))
+        unenlarged = smart_resize(header.height, header.width, options, most)
+        height, width = max(reduced, unenlarged, key=math.prod)
     if reduction:
         most_pixels = max(min(options.min_pixels, wished.min_pixels), (height * width) >> (2 * reduction))
         least = min(wished.min_pixels, most_pixels)

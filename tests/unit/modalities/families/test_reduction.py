@@ -4,7 +4,7 @@ regardless of the file's size."""
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from modalities.families.internvl import GridOfTiles
@@ -59,6 +59,7 @@ def test_a_picture_of_low_detail_has_no_more_pixels_than_asked_for(width: int, h
 
 @settings(deadline=None, max_examples=200)
 @given(width=st.integers(1, 2000), height=st.integers(1, 2000), min_pixels=st.integers(1, 10**8))
+@example(width=519, height=1841, min_pixels=992155)
 def test_a_wish_for_pixels_enlarges_a_picture_to_what_the_model_takes_at_most(
     width: int, height: int, min_pixels: int
 ) -> None:
