@@ -23,6 +23,7 @@ STATUS_TO_CLASS: dict[int, type[openai.APIStatusError]] = {
     403: openai.PermissionDeniedError,
     404: openai.NotFoundError,
     413: openai.APIStatusError,
+    415: openai.APIStatusError,
     422: openai.UnprocessableEntityError,
     429: openai.RateLimitError,
     499: openai.APIStatusError,
