@@ -28,7 +28,7 @@ async def test_greedy_tokens_on_cuda_equal_transformers(max_step_tokens: int) ->
     device = {"device": "cuda", "gpus_per_replica": 1}
     config = ClusterConfig.model_validate(
         {
-            "workers": {"replicas": 1, "num_blocks": 256, "max_step_tokens": max_step_tokens, **device},
+            "workers": {"replicas": 1, "num_blocks": 512, "max_step_tokens": max_step_tokens, **device},
             "encoders": {"decode_processes": 0, **device},
         }
     )

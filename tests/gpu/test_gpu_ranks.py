@@ -25,7 +25,7 @@ PROMPTS: list[list[dict[str, Any]]] = [
 async def test_greedy_tokens_of_two_devices_equal_transformers() -> None:
     """Compares float32 on the devices with float32 on the CPU."""
     device = {"device": "cuda", "gpus_per_replica": 1}
-    workers = {"replicas": 1, "tensor_parallel": 2, "num_blocks": 256, "max_step_tokens": 32, **device}
+    workers = {"replicas": 1, "tensor_parallel": 2, "num_blocks": 512, "max_step_tokens": 32, **device}
     config = ClusterConfig.model_validate({"workers": workers, "encoders": {"decode_processes": 0, **device}})
     reference, comparison = ReferenceModel(demo_checkpoint()), Comparison()
     async with in_process_cluster(config) as (_, client):
