@@ -88,6 +88,16 @@ def _gpu() -> dict[str, str]:
     return {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
 
 
+def gpu_name(device: str) -> str:
+    """Returns a short name of the GPU, such as `h100`, for the variant of a result. It is empty if `device` is not
+    `cuda`."""
+    if device != "cuda":
+        return ""
+    import torch
+
+    return torch.cuda.get_device_name().split()[1].lower()
+
+
 def commit() -> str:
     """Returns the commit of the checkout that the bench runs from, with `-dirty` if it has changes, or `unknown`
     outside of a checkout."""

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.benches.bench_result import Bar, BenchResult, gpu_name
 from loadtest.benches.encoder_batching import NUM_PICTURES, BatchingGain, batching_gains
 from loadtest.benches.encoder_towers import Place, Run, clip_l, internvit, qwen2_5_vl, siglip_l, whisper
 from loadtest.benches.encoder_wait import Waits, measure_waits
@@ -74,18 +74,25 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
     place = Place(chosen.device, torch_dtype(chosen.dtype), chosen.scale)
     with torch.inference_mode():
         rows = [_modality_row(case, place, chosen.seconds) for case in CASES]
-        tower = siglip_l(448)(place)
+        tower = _built(siglip_l(448), place)
         batches = _batch_latencies(tower, place, chosen.seconds)
         utilisation = Utilisation(_flop_of(tower), _peak_flop_per_s(place))
         gains = batching_gains(lambda num_items: _timed(tower, num_items, place))
     waits = asyncio.run(measure_waits(place.device))
     table = [["modality", "input", "encoder", "output", "MiB", "ms", "A100 ms", "per second", "utilisation"], *rows]
     table += _batch_rows(batches, utilisation)
-    return BenchResult(table, _bars(batches, gains, waits, place), _notes(place, gains, waits))
+    notes = _notes(place, gains, waits)
+    return BenchResult(table, _bars(batches, gains, waits, place), notes, variant=gpu_name(place.device))
+
+
+def _built(build: Callable[[Place], Run], place: Place) -> Run:
+    """Builds an encoder whose random weights are drawn on the device, because a CPU takes seconds for them."""
+    with torch.device(place.device):
+        return build(place)
 
 
 def _modality_row(case: Case, place: Place, seconds: float) -> list[str]:
-    tower = case.build(place)
+    tower = _built(case.build, place)
     shape = tower(case.num_items).shape
     latency_s = _latency_s(tower, case.num_items, place, seconds)
     del tower

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from deploy import compose
 from deploy.config import ClusterConfig
 from fabric.contracts import ConfigError
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.benches.bench_result import Bar, BenchResult, gpu_name
 from loadtest.benches.chat_load import BenchLoad, Measured, run_load, worker_of
 from loadtest.benches.engine_parts import PROMPT_TOKENS, forward_shares, splice_times
 from loadtest.benches.peer_process import Peer, RoundsPeer, transformers_serve, vllm_serve
@@ -39,6 +39,8 @@ MANY = BenchLoad(64, 64, 32)
 clearly."""
 NAME_TO_BAR = {"transformers": 1.0, "vllm": 1.2, "vllm-float32": 1.2}
 """Holds the target ratio of Weft's tokens per second to the peer's."""
+CPU_PEERS = ("transformers-serve", "vllm", "vllm-float32")
+"""Names the peers that this bench starts on a CPU alone."""
 SPLICE_BAR_S, SPLICE_BAR_RATIO = 0.3e-3, 4 / 0.3
 """Holds the targets for the splice of a prompt of 5,000 tokens. They come from the OmniConnector article
 (docs/references.md), which compares with 4 ms in a loop and does not say how wide the rows are."""
@@ -117,6 +119,8 @@ def start_peers(chosen: argparse.Namespace, model_dir: Path, *, has_pictures: bo
 
 
 def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: bool) -> Peer:
+    if chosen.device == "cuda" and name in CPU_PEERS:
+        raise ConfigError(f"the peer {name!r} runs only on a CPU here; use --device cpu, or the peer transformers")
     if name == "transformers-serve":
         python = chosen.transformers_python
         return transformers_serve(python, model_dir, chosen.dtype, chosen.threads, has_pictures=has_pictures)
@@ -131,8 +135,6 @@ def _peer(name: str, chosen: argparse.Namespace, model_dir: Path, has_pictures: 
     if name not in name_to_command or has_pictures:
         known = "transformers-serve, vllm, vllm-float32, and without pictures transformers"
         raise ConfigError(f"there is no peer {name!r} here; the peers are {known}")
-    if chosen.device == "cuda" and name != "transformers":
-        raise ConfigError(f"the peer {name!r} runs only on a CPU here; use --device cpu, or the peer transformers")
     return RoundsPeer(name, [*name_to_command[name], str(model_dir), dtype, str(chosen.threads), chosen.device])
 
 
@@ -169,11 +171,7 @@ async def _run(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer
 def _variant(chosen: argparse.Namespace, dtype: str) -> str:
     """Names the file of results after the options that differ from their defaults: `h100-7b`, `float32`."""
     names = [name for name, default in ((chosen.size, "180m"), (dtype, "bfloat16")) if name != default]
-    if chosen.device == "cuda":
-        import torch
-
-        names.insert(0, torch.cuda.get_device_name().split()[1].lower())
-    return "-".join(names)
+    return "-".join(filter(None, [gpu_name(chosen.device), *names]))
 
 
 def _config(chosen: argparse.Namespace, model_dir: Path, load: BenchLoad) -> ClusterConfig:

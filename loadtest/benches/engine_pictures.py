@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.config import ClusterConfig
 from deploy.local import serving
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.benches.bench_result import Bar, BenchResult, gpu_name
 from loadtest.benches.chat_load import BenchLoad, picture_messages, run_chats, weft_body
 from loadtest.benches.peer_process import Peer
 from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS
@@ -28,16 +28,7 @@ after the other; vLLM runs a Qwen2.5-VL."""
 async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Sequence[Peer]) -> BenchResult:
     """Runs the rounds on Weft and on each peer, and closes the peers."""
     load = BenchLoad(chosen.images, IMAGE_TOKENS, chosen.output_tokens)
-    config = ClusterConfig.model_validate(
-        {
-            "model": {"path": model_dir, "dtype": chosen.dtype, "name": "bench"},
-            "server": {"host": "127.0.0.1", "port": 0},
-            "workers": {"replicas": 1, "num_blocks": 64 * load.concurrency, "max_step_tokens": 1024},
-            "encoders": {"replicas": 1, "decode_processes": 0, "modalities": ["image"]},
-            "media": {"encode_timeout_ms": {"image": ENCODE_TIMEOUT_MS}},
-            "threads_per_replica": chosen.threads,
-        }
-    )
+    config = _config(chosen, model_dir, load)
     ours: list[float] = []
     rates: dict[str, list[float]] = {peer.name: [] for peer in peers}
     try:
@@ -65,7 +56,22 @@ async def run_pictures(chosen: argparse.Namespace, model_dir: Path, peers: Seque
         f"no server has received before, and {load.output_tokens} output tokens, over HTTP; medians."
     ]
     is_beside_vllm = any(name.startswith("vllm") for name in rates)
-    return BenchResult(rows, bars, notes, variant="images-vllm" if is_beside_vllm else "images")
+    names = [gpu_name(chosen.device), "images", "vllm" if is_beside_vllm else ""]
+    return BenchResult(rows, bars, notes, variant="-".join(filter(None, names)))
+
+
+def _config(chosen: argparse.Namespace, model_dir: Path, load: BenchLoad) -> ClusterConfig:
+    device = {"device": chosen.device, "gpus_per_replica": int(chosen.device == "cuda")}
+    return ClusterConfig.model_validate(
+        {
+            "model": {"path": model_dir, "dtype": chosen.dtype, "name": "bench"},
+            "server": {"host": "127.0.0.1", "port": 0},
+            "workers": {"replicas": 1, "num_blocks": 64 * load.concurrency, "max_step_tokens": 1024, **device},
+            "encoders": {"replicas": 1, "decode_processes": 0, "modalities": ["image"], **device},
+            "media": {"encode_timeout_ms": {"image": ENCODE_TIMEOUT_MS}},
+            "threads_per_replica": chosen.threads,
+        }
+    )
 
 
 async def _round(url: str, load: BenchLoad, seed: int) -> float:
