@@ -116,6 +116,8 @@ class Watched:
         started_s = time.monotonic()
         self._loop.call_soon_threadsafe(self.starts.put_nowait, started_s)
         features = self._model.encode(inputs)
+        if features[0].is_cuda:
+            torch.cuda.synchronize()  # A GPU still computes when the call returns.
         num_patches = sum(unit.num_patches for unit in inputs)
         self.forwards.append(TimedForward(inputs[0].modality, num_patches, started_s, time.monotonic()))
         return features
