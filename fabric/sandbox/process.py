@@ -3,8 +3,10 @@
 The process is spawned and never forked, because threads of NIXL and gRPC exist. It ends with its parent. A job travels
 in two steps: the process first acknowledges the job's description, and then receives the client's bytes. So a process
 that died or was stopped while it was idle is noticed before a job can be blamed for it. The parent ends a process that
-exceeds its deadline by SIGKILL, which a stopped process obeys too. The module does not know what the jobs are, and it
-makes no decision about trying a job again.
+exceeds its deadline by SIGKILL, which a stopped process obeys too. The process trusts its parent, whose jobs are
+pickles. The parent does not trust the process, because a client's file may have taken it over: answers are plain values
+of limited size (`array_pipe`). The module does not know what the jobs are, and it makes no decision about trying a job
+again.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Generic, NamedTuple, ParamSpec, TypeVar, cast
 
-from fabric.sandbox.array_pipe import NotAMessage, receive, send
+from fabric.sandbox.array_pipe import receive, send
 from fabric.sandbox.limits import bind_to_parent, limit_memory, limited
+from fabric.sandbox.message_values import NotAMessage
 
 logger = logging.getLogger(__name__)
 J = TypeVar("J")
@@ -35,7 +38,7 @@ P = ParamSpec("P")
 
 RunJob = Callable[[J, bytes, Callable[[object], None]], None]
 """Works on one job inside the process: it takes the job's description, the client's bytes, and a function that sends an
-answer to the parent. What it raises ends the process."""
+answer to the parent: plain values, as `message_values` has them. What it raises ends the process."""
 
 START_TIMEOUT_S = 60.0
 """Limits the start of a process's interpreter and its imports on a machine under load."""
@@ -228,7 +231,7 @@ class SandboxProcess(Generic[J]):
                 process.kill()
         is_ready = False
         try:
-            is_ready = self._pipe.poll(START_TIMEOUT_S) and receive(self._pipe) == _READY
+            is_ready = self._pipe.poll(START_TIMEOUT_S) and receive(self._pipe, self._memory_bytes) == _READY
         except (EOFError, OSError, NotAMessage):
             pass
         finally:
@@ -245,7 +248,7 @@ class SandboxProcess(Generic[J]):
             pipe = self._pipe
             if pipe is None:
                 raise EOFError
-            send(pipe, (self._num_jobs, job, limits.cpu_s, limits.memory_bytes))
+            pipe.send((self._num_jobs, job, limits.cpu_s, limits.memory_bytes))
             if self._receive(pipe):
                 raise NotAMessage("an answer came before the acknowledgement of the job")
             self.is_busy = True
@@ -265,7 +268,7 @@ class SandboxProcess(Generic[J]):
 
     def _receive(self, pipe: Connection) -> tuple[object, ...]:
         """Returns the next answer to the current job, or () at its acknowledgement and at its end."""
-        message = receive(pipe)
+        message = receive(pipe, self._memory_bytes)
         number, *answers = message if isinstance(message, tuple) and message else (message,)
         if not isinstance(number, int) or number != self._num_jobs:
             raise NotAMessage(f"the process answers job {number!r:.80}, not job {self._num_jobs}")
@@ -320,7 +323,7 @@ def serve_jobs(pipe: Connection, parent_pid: int, enter: Callable[[], RunJob[J]]
     send(pipe, _READY)
     while True:
         try:
-            number, job, cpu_s, more_bytes = cast(tuple[int, J, float, int], receive(pipe))
+            number, job, cpu_s, more_bytes = cast(tuple[int, J, float, int], pipe.recv())
             send(pipe, (number,))
             data = pipe.recv_bytes()
         except (EOFError, OSError):

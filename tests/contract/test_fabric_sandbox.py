@@ -4,14 +4,19 @@ its deadline, by the system or by its file, and nothing is left behind."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import pickle
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -168,8 +173,18 @@ def enter_counting() -> RunJob[str]:
                 answer(error)
         elif job == "raise":
             raise RuntimeError("a bug of the user's own")
+        elif job == "write":
+            os.write(pipe_of(answer).fileno(), data)
 
     return work
+
+
+def pipe_of(answer: Callable[[object], None]) -> Connection:
+    """Returns the pipe to the parent, as code that has taken the process over finds it."""
+    assert isinstance(answer, partial)
+    pipe = answer.args[0]
+    assert isinstance(pipe, Connection)
+    return pipe
 
 
 def enter_nothing() -> RunJob[str]:
@@ -200,6 +215,35 @@ async def test_memory_is_limited_by_the_job(process: SandboxProcess[str]) -> Non
     (error,) = await answers(process, "take", size, AMPLE._replace(memory_bytes=2**27))
     assert isinstance(error, MemoryError)
     assert await answers(process, "take", size) == [2**28]
+
+
+class MakesFolder:
+    """Is a pickle that makes a folder where it is read."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self._folder),)
+
+
+async def test_a_process_that_was_taken_over_runs_nothing_in_its_parent(
+    process: SandboxProcess[str], tmp_path: Path
+) -> None:
+    body = pickle.dumps((1, MakesFolder(tmp_path / "made")))
+    with contextlib.suppress(SandboxDied):
+        await answers(process, "write", struct.pack("<4sIQ", b"weft", 0, len(body)) + body)
+    assert not (tmp_path / "made").exists(), "the parent has run what the process wrote"
+    assert process.pid is None, "the process is ended"
+
+
+async def test_an_answer_larger_than_the_memory_of_its_process_is_not_read(process: SandboxProcess[str]) -> None:
+    """It is refused by its head, so the parent takes no memory for it."""
+    for head in (struct.pack("<4sIQ", b"weft", 0, 2**31 + 1), struct.pack("<4sIQQ", b"weft", 1, 0, 2**31)):
+        with pytest.raises(SandboxDied) as caught:
+            await answers(process, "write", head)
+        assert (caught.value.death, caught.value.had_job) == (Death.CRASHED, True)
+        await process.start()
 
 
 async def test_what_the_work_raises_ends_the_process_with_its_own_exit_code(process: SandboxProcess[str]) -> None:

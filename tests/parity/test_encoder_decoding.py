@@ -323,10 +323,10 @@ async def test_an_answer_that_could_not_be_read_is_not_taken_for_that_of_the_nex
         (process,) = pool._processes
         receive = array_pipe.receive
 
-        def fail(pipe: Connection) -> object:
+        def fail(pipe: Connection, most_bytes: int) -> object:
             if process.is_busy:
                 raise MemoryError
-            return receive(pipe)
+            return receive(pipe, most_bytes)
 
         with monkeypatch.context() as patch:
             patch.setattr(sandbox_process, "receive", fail)
@@ -342,7 +342,8 @@ async def test_answers_to_another_message_are_refused(family: Family) -> None:
     async with running_pool(family) as pool:
         (process,) = pool._processes
         pid = process.pid
-        array_pipe.send(process._pipe, (7, "job", 1.0, 0))  # Nothing reads the answer to this message.
+        assert process._pipe is not None
+        process._pipe.send((7, "job", 1.0, 0))  # Nothing reads the answer to this message.
         (unit,) = (await decoded(pool, picture(2))).inputs
         np.testing.assert_array_equal(unit.pixels, expected(family, picture(2)).pixels)
         assert pool.pids() != [pid]
