@@ -26,6 +26,8 @@ NUM_STREAMS, TOKENS_PER_STREAM = 16, 2000
 NUM_REQUESTS, NUM_PICTURE_REQUESTS = 200, 16
 NUM_MANY, TOKENS_OF_MANY = 1000, 40
 SIZE = (1280, 720)
+LEAST_SHARE = 0.03
+"""Is the smallest share of the CPU time that gets a row."""
 QUESTION = "What is the colour of the circle, and how many squares are there?"
 
 
@@ -58,10 +60,11 @@ def run(options: Sequence[str] = ()) -> BenchResult:
                 part(rows, bars)
     notes = [
         f"The event loop is {args.loop}'s. Times are CPU time of the router's process, which holds the simulated "
-        "engine too.",
+        "engine too. The simulated engine is in `loadtest/benches`, and the HTTP server in `deploy`.",
         f"Streams: {NUM_STREAMS} at once, {TOKENS_PER_STREAM} tokens each. Tokens/s are those of one core.",
     ]
-    return BenchResult(rows, bars, notes)
+    rows += bench.shares()
+    return BenchResult(rows, bars, notes, profile=bench.part_to_shares)
 
 
 class HttpBench:
@@ -69,6 +72,18 @@ class HttpBench:
 
     def __init__(self, router: SimulatedRouter, clients: StreamClients, num_rounds: int) -> None:
         self._router, self._clients, self._num_rounds = router, clients, num_rounds
+        self.part_to_shares: dict[str, dict[str, float]] = {}
+        """Says for some parts which share of the CPU time each folder of the project takes, with the libraries that it
+        calls. They come from further rounds, whose times do not count."""
+
+    def shares(self) -> list[list[str]]:
+        """Returns rows that say where the time goes."""
+        return [
+            [f"{part}: share of {folder}", f"{100 * share:.0f}", "%"]
+            for part, shares in self.part_to_shares.items()
+            for folder, share in shares.items()
+            if share >= LEAST_SHARE
+        ]
 
     def warm_up(self) -> None:
         self._clients.run(self._load([chat(8, is_streamed) for is_streamed in (False, True)] * 50))
@@ -76,6 +91,7 @@ class HttpBench:
     def streams(self, rows: list[list[str]], bars: list[Bar]) -> None:
         """Measures streamed tokens: with one event per token, and with eight steps of the engine per turn."""
         single = self._stream_cost(num_turns=4, num_steps_at_once=1)
+        self._sample("one event per token", self._stream_load())
         joined = self._stream_cost(num_turns=4, num_steps_at_once=8)
         for name, cost in (("one event per token", single), ("joined tokens", joined)):
             rows.append([f"{name}: events per token", f"{cost.events_per_token:.3f}", ""])
@@ -89,16 +105,20 @@ class HttpBench:
         """Measures short text requests, one at a time."""
         for is_streamed in (False, True):
             for keeps in (True, False):
-                cost_ms = self._request_ms([chat(1, is_streamed)] * NUM_REQUESTS, keeps)
+                bodies = [chat(1, is_streamed)] * NUM_REQUESTS
+                cost_ms = self._request_ms(bodies, keeps)
                 name = f"{'streamed' if is_streamed else 'whole'}, {'kept' if keeps else 'new'} connection"
                 rows.append([f"text request, {name}", f"{cost_ms:.2f}", "ms"])
                 bars.append(Bar(f"text request, {name}", cost_ms, 1.5, "ms", is_max=True))
+                if keeps:
+                    self._sample(f"text request, {name}", self._load(bodies))
 
     def pictures(self, rows: list[list[str]], bars: list[Bar]) -> None:
         """Measures requests with four pictures, and what an encoder takes for these."""
         files = [jpeg(seed) for seed in range(4 * NUM_PICTURE_REQUESTS)]
         bodies = [chat(1, False, files[at : at + 4]) for at in range(0, len(files), 4)]
         cost_ms = self._request_ms(bodies, True)
+        self._sample("request with four 720p JPEGs", self._load(bodies))
         encode_ms = statistics.median(self._router.encode_ms() for _ in range(self._num_rounds))
         kib = sum(map(len, bodies)) / len(bodies) / 1024
         rows.append([f"request with four 720p JPEGs ({kib:,.0f} KiB)", f"{cost_ms:.2f}", "ms"])
@@ -124,8 +144,7 @@ class HttpBench:
 
     def _stream_cost(self, num_turns: int, num_steps_at_once: int) -> StreamCost:
         self._router.set_pace(num_turns, num_steps_at_once)
-        num_tokens = NUM_STREAMS * TOKENS_PER_STREAM
-        load = self._load([chat(TOKENS_PER_STREAM, True)] * NUM_STREAMS, num_clients=NUM_STREAMS)
+        num_tokens, load = NUM_STREAMS * TOKENS_PER_STREAM, self._stream_load()
         costs = []
         for _ in range(self._num_rounds):
             cpu_s, counts = self._measured(load)
@@ -136,6 +155,18 @@ class HttpBench:
         self._router.set_pace(4)
         load = self._load(bodies)._replace(keeps_connection=keeps_connection)
         return statistics.median(1000 * self._measured(load)[0] / len(bodies) for _ in range(self._num_rounds))
+
+    def _sample(self, part: str, load: HttpLoad) -> None:
+        """Runs a load for further rounds, and records where the time goes."""
+        self._router.start_sampling()
+        for _ in range(self._num_rounds):
+            self._measured(load)
+        samples = self._router.samples()
+        ordered = sorted(samples.items(), key=lambda item: -item[1])
+        self.part_to_shares[part] = {folder: round(count / sum(samples.values()), 3) for folder, count in ordered}
+
+    def _stream_load(self) -> HttpLoad:
+        return self._load([chat(TOKENS_PER_STREAM, True)] * NUM_STREAMS, num_clients=NUM_STREAMS)
 
     def _measured(self, load: HttpLoad) -> tuple[float, HttpCounts]:
         """Runs a load. Returns the router's CPU seconds, and what the clients have read."""

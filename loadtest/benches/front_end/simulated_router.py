@@ -40,6 +40,7 @@ from fabric.contracts import (
     TokenFrames,
 )
 from fabric.transport import LocalHub
+from loadtest.benches.front_end.cpu_sampler import CpuSampler
 from modalities.family import Family, stream_units
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
@@ -161,6 +162,17 @@ class SimulatedRouter:
         milliseconds: float = self._pipe.recv()
         return milliseconds
 
+    def start_sampling(self) -> None:
+        """Begins to sample where the process spends its CPU time, which costs it a few per cent."""
+        self._pipe.send("sample")
+        self._pipe.recv()
+
+    def samples(self) -> dict[str, int]:
+        """Ends sampling. Returns the number of samples for each folder (`CpuSampler`)."""
+        self._pipe.send("samples")
+        samples: dict[str, int] = self._pipe.recv()
+        return samples
+
     def set_pace(self, num_turns: int, num_steps_at_once: int = 1) -> None:
         """Lets the worker give the event loop this many turns after this many steps."""
         self._pipe.send((num_turns, num_steps_at_once))
@@ -216,6 +228,7 @@ async def _run(pipe: Connection) -> None:
 async def _obey(pipe: Connection, worker: PacedWorker, encode: Callable[[], None]) -> None:
     """Answers the commands of a `SimulatedRouter` until it asks for the end."""
     commands: asyncio.Queue[object] = asyncio.Queue()
+    sampler = CpuSampler()
     loop = asyncio.get_running_loop()
     loop.add_reader(pipe.fileno(), lambda: commands.put_nowait(pipe.recv()))
     while (command := await commands.get()) is not None:
@@ -226,6 +239,11 @@ async def _obey(pipe: Connection, worker: PacedWorker, encode: Callable[[], None
             began_s = time.process_time()
             encode()
             pipe.send(1000 * (time.process_time() - began_s))
+        elif command == "sample":
+            sampler.start()
+            pipe.send(None)
+        elif command == "samples":
+            pipe.send(sampler.stop())
         else:
             pipe.send(_own_use())
     loop.remove_reader(pipe.fileno())
