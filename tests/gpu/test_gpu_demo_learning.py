@@ -25,7 +25,8 @@ def test_loss_and_gradients(tmp_path: Path) -> None:
     batch = Conversations(replace(STAGES[0], batch_size=24), (0, 2, 0), tmp_path)[0]
     found = []
     for device in (torch.device("cpu"), torch.device("cuda")):
-        model.to(device).zero_grad()
+        model.zero_grad()  # A model that moves takes its gradients along, also those that `found` holds.
+        model.to(device)
         here = to_device(batch, device)
         loss = cross_entropy(forward(model, here), here.targets)
         loss.backward()
@@ -34,4 +35,6 @@ def test_loss_and_gradients(tmp_path: Path) -> None:
     assert loss_there == pytest.approx(loss, rel=1e-4)
     assert gradients.keys() == gradients_there.keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradients_there[name], gradient, rtol=1e-2, atol=1e-4, msg=name)
+        torch.testing.assert_close(
+            gradients_there[name], gradient, rtol=1e-2, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
