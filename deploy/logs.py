@@ -29,6 +29,10 @@ OWN_HANDLERS = ("torch", "transformers", "huggingface_hub")
 on."""
 NUM_KEPT_FILES = 3
 NUM_KEPT_RUNS = 20
+UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Matches what text of a client may not bring into a line: control characters (a line break would begin a line that
+nothing has logged, and ESC speaks to the terminal), line separators, changes of the direction of writing, and halves of
+a character, which a file can't hold."""
 _STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -111,16 +115,20 @@ class _Formatter(logging.Formatter):
 
 class TextFormatter(_Formatter):
     """Formats a record as text, for example
-    `2026-01-31 12:00:00.123 INFO router-x1 req-7f3 router.access_log: POST ... 200 in 12 ms`."""
+    `2026-01-31 12:00:00.123 INFO router-x1 req-7f3 router.access_log: POST ... 200 in 12 ms`. What a message quotes can
+    forge no line: unprintable characters are escaped, and the lines of a trace are indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         member, request = self.origin(record)
         when = datetime.fromtimestamp(record.created).isoformat(" ", "milliseconds")
         line = f"{when} {record.levelname} {member} {request or '-'} {record.name}: {record.getMessage()}"
-        return line + (f"\n{_trace(record)}" if record.exc_info else "")
+        trace = _trace(record).split("\n") if record.exc_info else []
+        return "\n".join([escaped(line), *(f"    {escaped(each)}" for each in trace)])
 
 
 class JsonFormatter(_Formatter):
+    """Formats a record as a JSON object, in one line of ASCII characters."""
+
     def format(self, record: logging.LogRecord) -> str:
         member, request = self.origin(record)
         line: dict[str, object] = {
@@ -135,6 +143,11 @@ class JsonFormatter(_Formatter):
         if record.exc_info:
             line["trace"] = _trace(record)
         return json.dumps(line, default=str)
+
+
+def escaped(text: str) -> str:
+    """Returns a text with its unprintable characters written as in a literal of Python, such as `\\n` and `\\x1b`."""
+    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _trace(record: logging.LogRecord) -> str:

@@ -51,6 +51,7 @@ from router.api.embedding_request import (
     EmbeddedText,
     EmbeddingRequest,
     check_dimensions,
+    embedding_place,
     embeddings_answer,
     parse_embedding,
 )
@@ -63,6 +64,7 @@ from router.api.generation_fields import (
     model_not_found,
 )
 from router.api.http_errors import ERROR_TO_STATUS, envelope, http_error, status_of
+from router.api.request_body import quoted
 from router.api.responses_answer import ResponseWriter
 from router.api.responses_request import ResponsesChat, ResponsesRequest, parse_responses
 from router.api.token_requests import (
@@ -121,6 +123,7 @@ __all__ = [
     "chosen_names",
     "completion",
     "describe_flaw",
+    "embedding_place",
     "embeddings_answer",
     "envelope",
     "error_event",
@@ -137,6 +140,7 @@ __all__ = [
     "parse_transcription",
     "parts_of",
     "prompt_logprobs_list",
+    "quoted",
     "shown",
     "sse_event",
     "status_of",

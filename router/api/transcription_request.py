@@ -19,7 +19,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from fabric.contracts import InvalidRequest
 from router.api.chat_request import ChatRequest
 from router.api.field_errors import shown
-from router.api.request_body import refusal
+from router.api.request_body import quoted, refusal
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -94,13 +94,11 @@ def _question(texts: Mapping[str, str], instruction: str) -> str:
 
 
 def _text(part: FormPart) -> str:
-    if len(part.data) > MAX_FIELD_BYTES:
-        message = f"`{part.name[:64]}` may have at most {MAX_FIELD_BYTES} bytes, not {len(part.data)}"
-        raise InvalidRequest(message, param=part.name[:64])
     try:
         return part.data.decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(f"`{part.name[:64]}` must be UTF-8", param=part.name[:64]) from error
+        name = quoted(part.name)
+        raise InvalidRequest(f"`{name}` must be UTF-8", param=name) from error
 
 
 def _number(texts: Mapping[str, str], name: str, default: float) -> float:
@@ -121,7 +119,8 @@ def _truth(texts: Mapping[str, str], name: str) -> bool:
 
 
 def form_parts(body: bytes, content_type: str) -> list[FormPart]:
-    """Returns the parts of a form (RFC 7578). Raises InvalidRequest if the body is none."""
+    """Returns the parts of a form (RFC 7578). Raises InvalidRequest if the body is none, or as soon as a field is too
+    long."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
     if kind != b"multipart/form-data" or not boundary:
@@ -154,7 +153,7 @@ class _FormReader:
             "on_header_field": lambda data, start, end: self._header.extend(data[start:end]),
             "on_header_value": lambda data, start, end: self._value.extend(data[start:end]),
             "on_header_end": self._end_header,
-            "on_part_data": lambda data, start, end: self._data.extend(memoryview(data)[start:end]),
+            "on_part_data": self._extend,
             "on_part_end": self._end,
             "on_end": self._finish,
         }
@@ -170,6 +169,13 @@ class _FormReader:
             self._name = options.get(b"name", b"").decode(errors="replace")
         self._header.clear()
         self._value.clear()
+
+    def _extend(self, data: bytes, start: int, end: int) -> None:
+        is_file = self._name.removesuffix("[]") == "file"
+        if not is_file and len(self._data) + end - start > MAX_FIELD_BYTES:
+            name = quoted(self._name)
+            raise InvalidRequest(f"`{name}` may have at most {MAX_FIELD_BYTES} bytes", param=name)
+        self._data.extend(memoryview(data)[start:end])
 
     def _end(self) -> None:
         self.parts.append(FormPart(self._name, bytes(self._data)))

@@ -19,7 +19,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
-from router.api import GenerationFields, shown
+from router.api import GenerationFields, quoted, shown
 from router.router_config import GrammarLimits
 
 # ------------------------------------------------------------ sampling and stops
@@ -148,7 +148,7 @@ def _of_structured_outputs(fields: GenerationFields) -> Asked:
     given = {name: value for name, value in (fields.structured_outputs or {}).items() if value not in (None, False)}
     unknown = sorted(given.keys() - set(KINDS))
     if unknown:
-        param = f"structured_outputs.{unknown[0][:64]}"
+        param = f"structured_outputs.{quoted(unknown[0])}"
         raise InvalidRequest(f"`{param}` is not supported by this server; it takes {', '.join(KINDS)}", param=param)
     return {
         f"structured_outputs.{name}": ("json", JSON_OBJECT) if name == "json_object" else (name, value)

@@ -121,6 +121,18 @@ def shows_the_exception(guards: Guards) -> None:
         return JSONResponse({"error": {"message": str(error), "type": "server_error"}}, 500)
 
 
+@naive(
+    "The name of a field holds a line break, and what follows it looks like a line of the log.",
+    "",
+    "deploy/logs.py",
+    "unit/deploy/test_deploy_logs.py::test_text_of_a_client_forges_no_line",
+    "assert",
+)
+def logs_what_clients_write(guards: Guards) -> None:
+    """Writes the text of a message as it is."""
+    guards.replace("deploy.logs:escaped", str)
+
+
 # ------------------------------------------------------------ prompts
 
 TEXT = "unit/modalities/text/"

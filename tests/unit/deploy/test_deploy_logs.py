@@ -88,6 +88,33 @@ def test_text_is_one_line_with_its_origin() -> None:
     assert "\n" not in text
 
 
+FORGED = "a\r\n2026-01-01 00:00:00.000 CRITICAL router-1 - deploy: forged"
+HOSTILE = [FORGED, "\x1b[31mred", "a\x85b", "a\u2028b", "a\u202eb", "a\x00\x08\x7f", "half \ud800"]
+
+
+@pytest.mark.parametrize("said", HOSTILE)
+@pytest.mark.parametrize("kind", [TextFormatter, JsonFormatter])
+def test_text_of_a_client_forges_no_line(kind: type[TextFormatter], said: str) -> None:
+    """A message quotes what a client sent, so nothing of it may begin a line or speak to a terminal."""
+    text = kind("router-1").format(record("the field %s is unknown", said))
+    assert len(text.splitlines()) == 1
+    assert text.replace("\x7f", "" if kind is JsonFormatter else "\x7f").isprintable()
+
+
+def test_a_trace_forges_no_line_either() -> None:
+    try:
+        raise ValueError(FORGED)
+    except ValueError as error:
+        text = TextFormatter("m").format(record(exc_info=(type(error), error, error.__traceback__)))
+    first, *others = text.splitlines()
+    assert first.endswith("hello you")
+    assert [line for line in others if not line.startswith("    ")] == []
+
+
+def test_letters_of_all_scripts_stay_as_they_are() -> None:
+    assert TextFormatter("m").format(record("%s", "é 日本 עברית 🙂")).endswith("é 日本 עברית 🙂")
+
+
 def test_levels_are_ours_by_config_and_a_library_is_heard_from_warning_on(tmp_path: Path) -> None:
     section = LoggingSection(format="json", dir=tmp_path, level="info", levels={"router.quiet": "error", "av": "info"})
     configure_logs(section, "router-1", "m1")

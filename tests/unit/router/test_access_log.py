@@ -95,6 +95,26 @@ async def test_a_path_can_not_forge_a_line_and_its_query_is_left_out(log: pytest
         assert "SECRET" not in log.text
 
 
+FORGED = "x\n2026-01-01 CRITICAL forged\x1b[31m"
+
+
+async def test_the_name_of_a_field_can_not_forge_a_line(log: pytest.LogCaptureFixture) -> None:
+    """The log says which field was wrong, and a client may call a field what it likes."""
+    part = f'--b\r\nContent-Disposition: form-data; name="{FORGED}"\r\n\r\n'.encode()
+    ending = b'\r\n--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nx\r\n--b--\r\n'
+    form = {"content-type": "multipart/form-data; boundary=b"}
+    async with served() as (_, client):
+        answers = [
+            await client.post(CHAT, content=chat_body(structured_outputs={FORGED: 1})),
+            await client.post("/v1/audio/transcriptions", content=part + b"9" * 70_000 + ending, headers=form),
+            await client.post("/v1/audio/transcriptions", content=part + b"\xff" + ending, headers=form),
+        ]
+    assert [answer.status_code for answer in answers] == [400] * 3
+    assert ["forged" in answer.json()["error"]["param"] for answer in answers] == [True] * 3
+    assert sum("forged" in record.getMessage() for record in log.records) == 3
+    assert [record.getMessage() for record in log.records if not record.getMessage().isprintable()] == []
+
+
 async def test_prompts_media_and_keys_are_not_logged_at_any_level(log: pytest.LogCaptureFixture) -> None:
     log.set_level(logging.DEBUG, "router")
     async with served() as (_, client):

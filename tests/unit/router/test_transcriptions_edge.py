@@ -10,6 +10,7 @@ from router_media_fakes import MediaFamily, media_registry
 
 from deploy.testing import TINY_MODEL
 from deploy.testing.tiny_family import tiny_codec
+from fabric.contracts import InvalidRequest
 from router.api.transcription_request import form_parts
 
 PATH = "/v1/audio/transcriptions"
@@ -115,6 +116,15 @@ async def test_what_is_no_form_is_refused(body: bytes, content_type: str) -> Non
     async with served(**hearing()) as (_, client):
         response = await client.post(PATH, content=body, headers={"content-type": content_type})
         assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_request")
+
+
+def test_a_field_is_refused_before_the_rest_of_the_form_is_read() -> None:
+    begin = b'--x\r\nContent-Disposition: form-data; name="%s"\r\n\r\n'
+    with pytest.raises(InvalidRequest, match="at most 65536 bytes") as refused:
+        form_parts(begin % b"prompt" + b"9" * 65_537 + b"\r\n--xno form", "multipart/form-data; boundary=x")
+    assert refused.value.param == "prompt"
+    (part,) = form_parts(begin % b"file" + b"9" * 65_537 + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
+    assert len(part.data) == 65_537
 
 
 def test_the_data_of_a_part_may_hold_anything_but_the_boundary() -> None:
