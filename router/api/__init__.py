@@ -51,7 +51,6 @@ from router.api.embedding_request import (
     EmbeddedText,
     EmbeddingRequest,
     check_dimensions,
-    embedding_place,
     embeddings_answer,
     parse_embedding,
 )
@@ -123,7 +122,6 @@ __all__ = [
     "chosen_names",
     "completion",
     "describe_flaw",
-    "embedding_place",
     "embeddings_answer",
     "envelope",
     "error_event",
