@@ -11,11 +11,13 @@ import json
 from collections.abc import Mapping, Sequence
 
 from fabric.contracts import InvalidRequest
+from modalities.answers.closed_schemas import closed_schema
 from modalities.answers.pieces import ToolChoice, ToolSpec
 
-TERMINALS = "TEXT: /(.|\\n)*/\nWS: /[ \\n\\t]{1,40}/\n"
-"""Whitespace between the parts of a call is bounded, so that a model can't write it until its token limit."""
-JSON_OPTIONS = {"whitespace_pattern": r"[ \n\t]{1,40}"}
+JSON_WHITESPACE = r"(?: |\n[ \t]{0,8})"
+"""This pattern is the whitespace between the tokens of JSON: a space, or a line break with some indentation. It is
+bounded, so that a model can't write it until its token limit."""
+TERMINALS = f"TEXT: /(.|\\n)*/\nWS: /{JSON_WHITESPACE}/\n"
 
 
 def chosen_tools(tools: Sequence[ToolSpec], choice: ToolChoice) -> Sequence[ToolSpec]:
@@ -50,15 +52,20 @@ def text_up_to(rule: str, marker: str, special_token_ids: Mapping[str, int]) -> 
 
 
 def json_value(schema: Mapping[str, object]) -> str:
-    """Returns what matches JSON of this schema. Clients may not set options of the library in it."""
-    return "%json " + json.dumps({**schema, "x-guidance": JSON_OPTIONS})
+    """Returns what matches JSON of this schema, closed. Clients may not set options of the library in it."""
+    return "%json " + json.dumps({**closed_schema(schema), "x-guidance": {"whitespace_pattern": JSON_WHITESPACE}})
 
 
 def arguments_schema(tool: ToolSpec) -> dict[str, object]:
-    """Returns the schema of a tool's arguments, which are always an object."""
+    """Returns the schema of a tool's arguments, which are always an object, whatever else its type may be."""
     if not tool.parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **tool.parameters}
+    return {**tool.parameters, "type": "object"}
+
+
+def arguments_grammar(tool: ToolSpec) -> str:
+    """Returns a grammar of a tool's arguments alone, as JSON."""
+    return f"start: {json_value(arguments_schema(tool))}\n"
 
 
 def json_call_rules(tools: Sequence[ToolSpec], arguments_key: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from modalities.answers.call_grammars import marker_terminal
 from modalities.answers.json_scanner import WHITESPACE
 from modalities.answers.pieces import AnswerParser, AnswerPiece, PieceSink, ToolFormat, ToolSpec
-from modalities.answers.text_source import Reading, StreamedParser, TextSource, read_plain_text
+from modalities.answers.text_source import CallsAloneParser, Reading, StreamedParser, TextSource, read_plain_text
 
 _STRINGS = re.compile(r"'((?:[^'\\]|\\.)*)'|\"((?:[^\"\\]|\\.)*)\"", re.DOTALL)
 _MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
@@ -78,10 +78,17 @@ def after_reasoning(
 
 
 def answer_parser(
-    reasoning: ReasoningFormat | None, tools: ToolFormat | None, specs: Sequence[ToolSpec], begins_inside: bool
+    reasoning: ReasoningFormat | None,
+    tools: ToolFormat | None,
+    specs: Sequence[ToolSpec],
+    begins_inside: bool,
+    must_call: bool = False,
 ) -> AnswerParser:
-    """Returns a parser for one choice: first the reasoning, and calls of tools in what is left."""
-    rest = StreamedParser(read_plain_text) if tools is None else tools.parser(specs)
+    """Returns a parser for one choice: first the reasoning, and calls of tools in what is left. `must_call` says that
+    the grammar allows nothing but calls there."""
+    rest: AnswerParser = StreamedParser(read_plain_text) if tools is None else tools.parser(specs)
+    if must_call:
+        rest = CallsAloneParser(rest)
     return rest if reasoning is None else ReasonedAnswerParser(replace(reasoning, begins_inside=begins_inside), rest)
 
 

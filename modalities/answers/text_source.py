@@ -1,8 +1,8 @@
 """Lets a parser be written as a function that reads a text from left to right, although the text comes in parts.
 
 Such a function is a generator: it reads from a `TextSource`, writes to a `PieceSink`, and yields where it needs the
-next part. `StreamedParser` runs it as an `AnswerParser`. `read_text_until` and `read_calls_in_text` are the two loops
-that the formats share. The module knows no marker.
+next part. `StreamedParser` runs it as an `AnswerParser`, and `CallsAloneParser` does so where nothing but calls can be
+read. `read_text_until` and `read_calls_in_text` are the two loops that the formats share. The module knows no marker.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TypeVar
 
 from modalities.answers.json_scanner import WHITESPACE
-from modalities.answers.pieces import AnswerPiece, PieceSink
+from modalities.answers.pieces import AnswerParser, AnswerPiece, PieceSink, TextPiece
 
 Result = TypeVar("Result")
 Reading = Generator[None, None, Result]
@@ -136,6 +136,28 @@ class StreamedParser:
         self._source.is_ended = True
         next(self._reading, None)
         return self._sink.take()
+
+
+class CallsAloneParser:
+    """Reads an answer that can consist of calls alone, because its grammar allows nothing else. An answer that ends
+    before the name and the arguments of a call are known shows nothing of this call: its markup is no text."""
+
+    def __init__(self, parser: AnswerParser) -> None:
+        self._parser = parser
+
+    @property
+    def num_held(self) -> int:
+        return self._parser.num_held
+
+    @property
+    def reasoning_range(self) -> tuple[int, int]:
+        return self._parser.reasoning_range
+
+    def push(self, text: str) -> list[AnswerPiece]:
+        return self._parser.push(text)
+
+    def flush(self) -> list[AnswerPiece]:
+        return [piece for piece in self._parser.flush() if not isinstance(piece, TextPiece)]
 
 
 def read_plain_text(source: TextSource, sink: PieceSink) -> Reading[None]:

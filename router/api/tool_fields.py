@@ -30,7 +30,8 @@ class FunctionDefinition(_Tolerant):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """This is the JSON schema of the arguments; without one the function takes any object."""
+    """This is the JSON schema of the arguments, which are an object. Without one, the function has no arguments. An
+    object that names its properties gets no others, unless `additionalProperties` says so."""
     strict: bool | None = None
     """Is tolerated: the arguments of a call always fit the schema."""
 

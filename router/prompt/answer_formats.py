@@ -13,7 +13,6 @@ import secrets
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fabric.contracts import InvalidRequest
 from modalities.answers import (
@@ -24,14 +23,16 @@ from modalities.answers import (
     ToolSpec,
     after_reasoning,
     answer_parser,
+    arguments_grammar,
     find_reasoning_format,
     find_tool_format,
     template_takes_tools,
 )
 from modalities.text import TextCodec
-from router.api import ChatRequest, chosen_names
+from router.api import ChatRequest, chosen_names, shown
+from router.prompt.generation_options import Grammar, check_grammar, check_schema
+from router.router_config import GrammarLimits
 
-NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 _CALL_ID_CHARS = string.ascii_letters + string.digits
 
 
@@ -57,7 +58,8 @@ class AnswerPlan:
 
     def parser(self) -> AnswerParser:
         """Returns a parser for one choice."""
-        return answer_parser(self.reasoning, self.tools, self.callable_specs, self.begins_inside)
+        must_call = self.choice.kind in ("required", "named")
+        return answer_parser(self.reasoning, self.tools, self.callable_specs, self.begins_inside, must_call)
 
     @property
     def shown_tokens(self) -> tuple[str, ...]:
@@ -87,7 +89,7 @@ class AnswerFormats:
         """Returns the plan of a chat. Renders a short conversation if the model reasons, because the chat's own
         variables decide whether a prompt ends inside the reasoning. Raises InvalidRequest."""
         specs = tuple(
-            ToolSpec(tool.function.name, tool.function.description or "", tool.function.parameters or NO_PARAMETERS)
+            ToolSpec(tool.function.name, tool.function.description or "", tool.function.parameters or {})
             for tool in chat.tools or ()
         )
         choice = tool_choice(chat) if specs else ToolChoice("none")
@@ -120,6 +122,18 @@ class AnswerFormats:
     def shown_token_ids(self, plan: AnswerPlan) -> frozenset[int]:
         """Returns the ids of the control tokens whose text the parser must see."""
         return frozenset(self._special_token_ids(plan).values())
+    def checked_grammar(self, plan: AnswerPlan, response: Grammar, limits: GrammarLimits) -> str:
+        """Returns the grammar of an answer, which was compiled once. May take half a second. Raises InvalidRequest,
+        which names the tool whose schema can't be used."""
+        grammar = self.grammar(plan, response.text)
+        try:
+            check_grammar(grammar, response.param or "tools", limits)
+        except InvalidRequest:
+            for spec in plan.callable_specs if plan.tools is not None else ():
+                check_grammar(arguments_grammar(spec), _parameters_place(plan.specs.index(spec)), limits)
+            raise
+        return grammar
+
 
     def _special_token_ids(self, plan: AnswerPlan) -> dict[str, int]:
         found = {token: self._codec.token_id(token) for token in plan.shown_tokens}
@@ -168,6 +182,23 @@ def new_call_id(tools: ToolFormat | None) -> str:
 def tool_choice(chat: ChatRequest) -> ToolChoice:
     """Returns which calls a chat with tools allows or demands; without a word it allows all."""
     names, choice = chosen_names(chat.tool_choice), chat.tool_choice
+def check_tools(chat: ChatRequest, limits: GrammarLimits) -> None:
+    """Raises InvalidRequest for a tool whose schema is too large or too deep, or whose arguments are no object."""
+    for index, tool in enumerate(chat.tools or ()):
+        parameters, param = tool.function.parameters or {}, _parameters_place(index)
+        check_schema(parameters, param, limits)
+        kinds = parameters.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            message = (
+                f"`{param}.type` must be `object`, because the arguments of a function are one, not {shown(kinds)}"
+            )
+            raise InvalidRequest(message, param=f"{param}.type")
+
+
+def _parameters_place(index: int) -> str:
+    return f"tools.{index}.function.parameters"
+
+
     if choice is None or isinstance(choice, str):
         return ToolChoice(choice or "auto")
     if choice.type == "function":

@@ -19,6 +19,7 @@ import msgspec
 from llguidance import LLMatcher
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
+from modalities.answers import JSON_WHITESPACE, closed_schema
 from router.api import GenerationFields, quoted, shown
 from router.router_config import GrammarLimits
 
@@ -75,8 +76,6 @@ def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float
 
 # ------------------------------------------------------------ structured output
 
-WHITESPACE = r"[ \n\t]{1,40}"
-"""This pattern is the whitespace between JSON tokens: enough to indent, but bounded."""
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 DEFAULT_LIMITS = GrammarLimits()
 KINDS = ("json", "regex", "choice", "json_object")
@@ -183,10 +182,10 @@ def _of_schema(schema: object, param: str, limits: GrammarLimits) -> str:
         raise InvalidRequest(f"`{param}` must be a JSON schema, which is an object, not {shown(schema)}", param=param)
     _check_shape(schema, param, limits)
     # Clients may not set options of the library.
-    text = json.dumps({key: value for key, value in schema.items() if key != "x-guidance"})
+    text = json.dumps(closed_schema({key: value for key, value in schema.items() if key != "x-guidance"}))
     _check_size(text, param, limits)
     try:
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": JSON_WHITESPACE})
     except ValueError as error:  # The library refuses numbers that JSON does not have, and very long ones.
         raise InvalidRequest(f"`{param}` is not a JSON schema that this server can use", param=param) from error
 

@@ -48,10 +48,9 @@ from router.api import (
     video_options,
 )
 from router.fetch import MediaFetcher
-from router.prompt.answer_formats import PLAIN, AnswerFormats, AnswerPlan, called_arguments
+from router.prompt.answer_formats import PLAIN, AnswerFormats, AnswerPlan, called_arguments, check_tools
 from router.prompt.generation_options import (
     check_grammar,
-    check_schema,
     grammar_of,
     sampling_of,
     stop_conditions,
@@ -294,12 +293,10 @@ class PromptBuilder:
 
     def _answer(self, chat: ChatRequest) -> tuple[AnswerPlan, str]:
         """Returns how the answer is read, and the grammar that it must match. Raises InvalidRequest."""
-        for index, tool in enumerate(chat.tools or ()):
-            check_schema(tool.function.parameters or {}, f"tools.{index}.function.parameters", self._config.grammar)
-        answer, response = self._formats.plan(chat), grammar_of(chat, self._config.grammar)
-        grammar = self._formats.grammar(answer, response.text)
-        check_grammar(grammar, response.param or "tools", self._config.grammar)
-        return answer, grammar
+        limits = self._config.grammar
+        check_tools(chat, limits)
+        answer = self._formats.plan(chat)
+        return answer, self._formats.checked_grammar(answer, grammar_of(chat, limits), limits)
 
     def _completion_grammar(self, request: CompletionRequest) -> str:
         """Returns the grammar that a completion must match. Raises InvalidRequest."""

@@ -70,6 +70,14 @@ def test_several_calls_only_where_they_are_parallel(name: str, choice: ToolChoic
     assert not is_allowed(grammar(name, choice, False), twice)
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize(("blank", "is_right"), [("\n", True), ("\n    ", True), ("  ", False), ("\n\n", False)])
+def test_json_of_a_call_may_be_indented_and_no_more(name: str, blank: str, is_right: bool) -> None:
+    for bracket in ("{", ": ", ", "):
+        text = GOOD[name].replace(bracket, bracket.strip() + blank)
+        assert is_allowed(grammar(name, REQUIRED), [text]) is is_right
+
+
 def test_a_mark_that_the_template_writes_is_one_token() -> None:
     """A client's text never becomes such a token, but a model writes it so, also where a grammar forces it."""
     codec = walk_codec(["<tool_call>", "</tool_call>"], "<tool_call>")

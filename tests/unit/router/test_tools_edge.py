@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 from edge_client import events, served
+from jsonschema import ValidationError, validate
 from router_chats import chat_body, image
 from tool_samples import CALL, CITY, SECOND, THINKING, TOOLS
 
@@ -16,6 +18,7 @@ from deploy.testing.tiny_family import TinyFamily, tiny_codec
 from fabric.contracts import GenerateRequest
 
 CHAT = "/v1/chat/completions"
+PARAMETERS = "tools.0.function.parameters"
 
 
 def request_of(cluster: FakeCluster) -> GenerateRequest:
@@ -173,9 +176,12 @@ async def test_tools_and_a_schema_allow_either() -> None:
         assert [each.get("name") for each in grammars][:3] == ["answer", "calls", "response"]
 
 
-def tools_with_pattern(pattern: str) -> list[dict[str, object]]:
-    parameters = {"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}}
+def tools_with(parameters: dict[str, object] | None) -> list[dict[str, object]]:
     return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+
+
+def tools_with_pattern(pattern: str) -> list[dict[str, object]]:
+    return tools_with({"type": "object", "properties": {"x": {"type": "string", "pattern": pattern}}})
 
 
 @pytest.mark.parametrize(
@@ -187,8 +193,13 @@ def tools_with_pattern(pattern: str) -> list[dict[str, object]]:
         ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "objekt"}}}]}, "tools"),
-        *(({"tools": tools_with_pattern(pattern)}, "tools") for pattern in ("(", "(?=a)b", "[z-a]")),
+        ({"tools": tools_with({"type": "objekt"})}, f"{PARAMETERS}.type"),
+        ({"tools": tools_with({"type": "array", "items": {}})}, f"{PARAMETERS}.type"),
+        ({"tools": tools_with({"type": ["array", "null"]}), "tool_choice": "none"}, f"{PARAMETERS}.type"),
+        ({"tools": tools_with({"properties": {"x": {"type": "objekt"}}})}, PARAMETERS),
+        ({"tools": tools_with({"enum": [1]})}, PARAMETERS),
+        ({"tools": [*TOOLS, *tools_with({"$ref": "#/nowhere"})]}, f"tools.{len(TOOLS)}.function.parameters"),
+        *(({"tools": tools_with_pattern(pattern)}, PARAMETERS) for pattern in ("(", "(?=a)b", "[z-a]")),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages.0.tool_calls.0.function"),
     ],
 )
@@ -196,6 +207,35 @@ async def test_bad_tools_are_named(fields: dict[str, object], param: str) -> Non
     async with served() as (_, client):
         response = await client.post(CHAT, content=chat_body(**fields))
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}}])
+async def test_a_tool_without_parameters_gets_no_arguments(parameters: dict[str, object] | None) -> None:
+    async with served() as (cluster, client):
+        await answer(cluster, client, CALL, tools=tools_with(parameters), tool_choice="required")
+        (schema,) = re.findall(r"%json (.*)", request_of(cluster).sampling.grammar)
+        validate({}, json.loads(schema))
+        with pytest.raises(ValidationError):
+            validate({"x": 1}, json.loads(schema))
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("head", ["<tool", "<tool_call>", '<tool_call>\n{"name":', f"{CALL}\n<tool_call>\n{{"])
+async def test_a_demanded_call_that_is_cut_before_its_arguments_shows_no_markup(head: str, is_streamed: bool) -> None:
+    async with served() as (cluster, client):
+        cluster.workers[0].script.reply = f"{head}!"
+        fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": len(head.encode())}
+        response = await client.post(CHAT, content=chat_body(**fields, stream=is_streamed))
+        if is_streamed:
+            choices = [chunk["choices"][0] for chunk in events(response.content)[:-1]]
+            messages, finish = [choice["delta"] for choice in choices], choices[-1]["finish_reason"]
+        else:
+            (choice,) = response.json()["choices"]
+            messages, finish = [choice["message"]], choice["finish_reason"]
+        assert "".join(message.get("content") or "" for message in messages).strip() == ""
+        calls = [call for message in messages for call in message.get("tool_calls", ()) if call["function"].get("name")]
+        assert [call["function"]["name"] for call in calls] == (["weather"] if CALL in head else [])
+        assert finish == "length"
 
 
 @pytest.mark.parametrize(
