@@ -203,8 +203,8 @@ class MediaSection(Section):
     pixel of a picture and for each sample of a channel of a sound. The default is one picture of the largest size."""
     named_media_bytes: Size = default_of(RouterConfig, "named_media_bytes")
     """Keeps the media to which clients gave a `uuid`, in each router, so that later requests may send the `uuid` alone;
-    0 keeps none. The tenant that has most is the first whose media are forgotten, beginning with what was not used for
-    longest."""
+    0 keeps none. Names and books count too. The tenant that has most is the first whose media are forgotten, beginning
+    with what was not used for longest."""
     probe_processes: int = Field(2, ge=0)
     """Sets the number of helper processes of each router. They read the headers of videos, of sounds, and of pictures
     whose first bytes do not contain the whole header. With 0, a thread of the router reads them."""

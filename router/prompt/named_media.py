@@ -6,6 +6,7 @@ nothing of requests or formats.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -24,12 +25,22 @@ class NamedFile(NamedTuple):
 
 Name = tuple[str, str, str]
 """Consists of a salt, a modality and a `uuid`."""
+ENTRY_BYTES = 640
+"""Counts what an entry takes besides its file and its name: tuples, places in three dicts, a digest and a header. Small
+files would otherwise take many times what they count."""
+
+
+def kept_bytes(name: Name, file: NamedFile) -> int:
+    """Returns what keeping a file under a name takes. The size of a text is that of its object, because one character
+    takes up to four bytes."""
+    salt, _, uuid = name
+    return ENTRY_BYTES + len(file.data) + sys.getsizeof(salt) + sys.getsizeof(uuid)
 
 
 class NamedMedia:
-    """A `NamedMedia` keeps the encoded files of named media up to `max_bytes`, for several owners. Beyond that, it
-    forgets a file of the owner that has most: the one that was not used for longest. So an owner with no more than an
-    equal share keeps what it has, whatever others send. It belongs to one router."""
+    """A `NamedMedia` keeps the encoded files of named media up to `max_bytes`, as `kept_bytes` counts them, for several
+    owners. Beyond that, it forgets a file of the owner that has most: the one that was not used for longest. So an
+    owner with no more than an equal share keeps what it has, whatever others send. It belongs to one router."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = 0
@@ -43,11 +54,12 @@ class NamedMedia:
         not kept."""
         name = (salt, modality, uuid)
         self._forget(name)
-        if len(file.data) > self._max_bytes:
+        num_bytes = kept_bytes(name, file)
+        if num_bytes > self._max_bytes:
             return
         self._name_to_owner[name] = owner
         self._owner_to_files.setdefault(owner, OrderedDict())[name] = file
-        self._count(owner, len(file.data))
+        self._count(owner, num_bytes)
         while self.num_bytes > self._max_bytes:
             largest = max(self._owner_to_bytes, key=self._owner_to_bytes.__getitem__)
             self._forget(next(iter(self._owner_to_files[largest])))
@@ -67,7 +79,7 @@ class NamedMedia:
         if owner is None:
             return
         files = self._owner_to_files[owner]
-        self._count(owner, -len(files.pop(name).data))
+        self._count(owner, -kept_bytes(name, files.pop(name)))
         if not files:
             del self._owner_to_files[owner], self._owner_to_bytes[owner]
 

@@ -249,6 +249,18 @@ def names_media_globally(guards: Guards) -> None:
 
 
 @naive(
+    "Named media of a few bytes, with long names, take all memory.",
+    "",
+    "router/prompt/named_media.py",
+    "unit/router/test_named_media_edge.py::test_small_files_count_what_they_take",
+    "assert",
+)
+def counts_files_alone(guards: Guards) -> None:
+    """Counts the bytes of the files, and neither names nor books."""
+    guards.replace("router.prompt.named_media:kept_bytes", lambda name, file: len(file.data))
+
+
+@naive(
     "The time of a refusal tells how much of a key is right.",
     "CVE-2025-59425",
     "router/run/key_book.py",
