@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from fabric.contracts import Aborted, InvalidRequest, ModelNotFound, WeftError, mint_request_id
+from fabric.contracts import Aborted, InvalidRequest, ModelNotFound, RateLimited, WeftError, mint_request_id
 from router.api import (
     Head,
     Usage,
@@ -244,25 +244,30 @@ class HttpEdge:
     async def _open(self, asked: Asked, tickets: Tickets, label: str | None) -> JoinedStreams:
         """Starts the requests of an answer; each has a ticket of its own. If one of them is refused, the others end.
         Raises InvalidRequest if there are more requests than can ever be in flight at once, and what
-        `RouterService.open` raises."""
+        `Admission.admit_rest` and `RouterService.open` raise."""
         most, num_requests = self._service.admission.most_at_once(tickets.first.caller), len(asked.requests)
         if num_requests > most:
             message = f"a request may have at most {most} prompts here, because each takes a place, not {num_requests}"
             raise InvalidRequest(message, param="prompt")
-        taken = [tickets.first, *tickets.add(self._service.admission, num_requests - 1)]
+        taken = tickets.begin(self._service.admission, num_requests, num_requests)
         return await self._open_each(asked.requests, taken, label)
 
     async def _open_each(
-        self, requests: Sequence[PromptRequest], tickets: Sequence[Ticket], label: str | None
+        self, requests: Sequence[PromptRequest], tickets: Sequence[Ticket], label: str | None, num_later: int = 0
     ) -> JoinedStreams:
+        """Starts requests. If one is refused, the others end; and if a quota has refused it, neither these nor the
+        `num_later` that would follow count for the quota of requests."""
         news = asyncio.Event()
         streams: list[RequestStream] = []
         try:
             for each, ticket in zip(requests, tickets, strict=True):
                 streams.append(await self._service.open(each, ticket, label, news))
-        except BaseException:  # However it ends, no request of a refused answer goes on; the error is raised again.
+        except BaseException as error:  # However it ends, no request of a refused answer goes on.
             for stream in streams:
                 stream.close()
+            if isinstance(error, RateLimited):  # The ticket of the refused request has given that one back.
+                rates, caller = self._service.admission.rates, tickets[0].caller
+                rates.undo_begin(caller, len(requests) - 1 + num_later)
             raise
         return JoinedStreams(streams, news)
 
@@ -301,10 +306,9 @@ class HttpEdge:
         tickets, admission = opened.tickets, service.admission
         most = max(1, min(EMBEDDED_AT_ONCE, admission.most_at_once(tickets.first.caller) - 1))
         for begin, end in windows(len(requests), most):
-            # The first ticket is that of the whole exchange, and its id that of the first request.
-            own = [tickets.first] if begin == 0 else []
-            taken = [*own, *tickets.add(admission, end - begin - len(own))]
-            stream = await self._open_each(requests[begin:end], taken, label)
+            is_first = begin == 0  # All requests count for the quotas before the first is computed.
+            taken = tickets.begin(admission, len(requests), end) if is_first else tickets.add(admission, end - begin)
+            stream = await self._open_each(requests[begin:end], taken, label, len(requests) - end)
             with closing(stream):
                 async for _ in stream:
                     pass  # A request that generates nothing has no text; the embedding comes with its end.

@@ -18,9 +18,17 @@ class Tickets:
         self.first = first
         self._others: list[Ticket] = []
 
+    def begin(self, admission: Admission, num_requests: int, num_at_once: int) -> Sequence[Ticket]:
+        """Counts all requests of the exchange for the quotas, and returns the tickets of the first `num_at_once`. The
+        first ticket is that of the whole exchange, and its id that of the first request. Raises what
+        `Admission.admit_rest` raises."""
+        if num_requests > 1:
+            self._others += admission.admit_rest(self.first.caller, num_requests, num_at_once)
+        return [self.first, *self._others]
+
     def add(self, admission: Admission, count: int) -> Sequence[Ticket]:
-        """Takes and returns further tickets of the same caller, all or none. Raises Overloaded or RateLimited."""
-        added = admission.admit_more(self.first.caller, count) if count else []
+        """Takes and returns tickets for requests that `begin` has counted, all or none. Raises Overloaded."""
+        added = admission.admit_more(self.first.caller, count)
         self._others += added
         return added
 

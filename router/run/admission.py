@@ -14,7 +14,16 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fabric.contracts import Clock, DeadlineOutOfReach, Draining, Overloaded, RateLimited, RequestId, mint_request_id
+from fabric.contracts import (
+    Clock,
+    DeadlineOutOfReach,
+    Draining,
+    InvalidRequest,
+    Overloaded,
+    RateLimited,
+    RequestId,
+    mint_request_id,
+)
 from router.api import GenerationFields
 from router.observe import RouterMetrics
 from router.planning import RoutePlan, Standing, TenantShares
@@ -195,11 +204,37 @@ class Admission:
         the caller has used up a quota, or Draining once it is closed."""
         if self.is_closed:
             raise Draining("the cluster is stopping and takes no new requests", retry_after_s=self._retry_after_s)
-        return self.admit_more(caller, 1)[0]
+        self._check_places(caller, 1)
+        self.rates.begin(caller)
+        return self._take_places(caller, 1)[0]
+
+    def admit_rest(self, caller: Caller, num_requests: int, num_at_once: int) -> list[Ticket]:
+        """Counts for the quotas all `num_requests` that an admitted exchange makes, of which the first has a ticket.
+        Returns tickets for the others of the first `num_at_once`, also once it is closed: all or none. Raises
+        InvalidRequest if no wait would let so many pass, RateLimited, or Overloaded; then the exchange has taken
+        nothing and counts for no quota."""
+        self.rates.undo_begin(caller)
+        most = self.rates.most_requests(caller)
+        if num_requests > most:
+            message = (
+                f"a request may have at most {most} prompts here, because each counts for the quota of requests per "
+                f"minute, not {num_requests}"
+            )
+            raise InvalidRequest(message, param="prompt")
+        self._check_places(caller, num_at_once - 1)
+        self.rates.begin(caller, num_requests)
+        return self._take_places(caller, num_at_once - 1)
 
     def admit_more(self, caller: Caller, count: int) -> list[Ticket]:
-        """Returns tickets for further requests that an admitted exchange makes, also once it is closed: all or none.
-        Raises Overloaded or RateLimited, after which nothing was taken."""
+        """Returns tickets for further requests of an exchange that were counted for the quotas before, also once it is
+        closed: all or none. Raises Overloaded, after which nothing was taken."""
+        self._check_places(caller, count)
+        return self._take_places(caller, count)
+
+    def _check_places(self, caller: Caller, count: int) -> None:
+        """Raises Overloaded if the router, the tenant or the key has no place for so many requests."""
+        if not count:
+            return
         tenant = caller.tenant
         router, own = self._router.requests, self._tenants[tenant.name].requests
         if lacking := router.lacks(count):
@@ -209,9 +244,10 @@ class Admission:
             message = f"{own.used} requests of the tenant {tenant.name} are in flight, which may have {own.limit}"
             raise self._overloaded(message, own, lacking)
         self._check_key(caller, count)
-        self.rates.begin(caller, count)
-        router.take(count)
-        own.take(count)
+
+    def _take_places(self, caller: Caller, count: int) -> list[Ticket]:
+        self._router.requests.take(count)
+        self._tenants[caller.tenant.name].requests.take(count)
         if caller.max_in_flight is not None:
             self._key_to_requests.setdefault(caller.key_id, UsageLimit(None)).take(count)
         return [Ticket(self, caller, mint_request_id()) for _ in range(count)]

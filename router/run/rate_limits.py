@@ -93,6 +93,11 @@ class RateBucket:
             before.least_s = min(before.least_s, hold.least_s)
         del self._holds[index]
 
+    @property
+    def most(self) -> float:
+        """Returns how much passes at once when the bucket is full."""
+        return self._burst_s / self._each_s
+
     def left(self, now: float) -> float:
         """Returns how much would pass now; 0 if more was taken than the burst."""
         return max(0.0, self._burst_s - self.full_in_s(now)) / self._each_s
@@ -153,9 +158,14 @@ class RateLimiter:
         self._check(caller, {"requests": count, "tokens": 1})
         self._take(caller, {"requests": count})
 
-    def undo_begin(self, caller: Caller) -> None:
-        """Gives one request back, because it was refused later."""
-        self._take(caller, {"requests": -1})
+    def most_requests(self, caller: Caller) -> float:
+        """Returns how many requests can pass together at best; infinity if nothing limits them. One always can."""
+        limits = [owner.buckets["requests"].most for owner in self._of(caller) if "requests" in owner.buckets]
+        return max(1, math.floor(min(limits) + SLACK_S)) if limits else math.inf
+
+    def undo_begin(self, caller: Caller, count: int = 1) -> None:
+        """Gives requests back, because they were refused later."""
+        self._take(caller, {"requests": -count})
 
     def take_prompt(self, caller: Caller, num_tokens: int, media_s: float) -> Callable[[int], None]:
         """Takes the tokens of a prompt and the seconds of its media. Returns a function that the owner of the prompt

@@ -161,6 +161,43 @@ async def test_quotas_show_in_headers_and_are_refused_with_the_time_to_wait() ->
         assert len(cluster.workers[0].requests) == 2
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "param"), [("/v1/completions", "prompt", "prompt"), ("/v1/embeddings", "input", "input")]
+)
+async def test_prompts_that_no_wait_lets_pass_are_refused_for_good_and_count_for_nothing(
+    path: str, field: str, param: str
+) -> None:
+    async with served(**KEYS, embeddings="mean") as (cluster, client):
+        body = {"model": TINY_MODEL, field: ["a"] * 3}
+        answer = await client.post(path, json=body, headers=bearer("sk-shop"))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert f"at most 2 {param}s" in answer.json()["error"]["message"]
+        assert answer.headers["x-ratelimit-remaining-requests"] == "2"
+        assert cluster.workers[0].requests == []
+        assert (await client.post(path, json=body | {field: ["a"] * 2}, headers=bearer("sk-shop"))).status_code == 200
+
+
+async def test_all_inputs_count_before_the_first_is_computed() -> None:
+    """With a window of 16 inputs, the first would be computed in vain."""
+    shop = Tenant("shop", (digest("sk-shop"),), rates=RateQuota(requests_per_minute=20))
+    async with served(tenants=(shop,), embeddings="mean") as (cluster, client):
+        for num_inputs, status in ((2, 200), (20, 429), (18, 200)):
+            body = {"model": TINY_MODEL, "input": ["a"] * num_inputs}
+            answer = await client.post("/v1/embeddings", json=body, headers=bearer("sk-shop"))
+            assert answer.status_code == status
+        assert len(cluster.workers[0].requests) == 20
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+async def test_prompts_that_the_quota_of_tokens_refuses_count_for_no_request(path: str, field: str) -> None:
+    shop = Tenant("shop", (digest("sk-shop"),), rates=RateQuota(requests_per_minute=50, tokens_per_minute=30))
+    async with served(tenants=(shop,), embeddings="mean") as (cluster, client):
+        body = {"model": TINY_MODEL, field: ["a long text of many tokens"] * 40}
+        answer = await client.post(path, json=body, headers=bearer("sk-shop"))
+        assert code(answer) == (429, "rate_limit_exceeded")
+        assert answer.headers["x-ratelimit-remaining-requests"] == "50"
+
+
 async def test_openais_client_raises_the_right_class_and_comes_back_in_time() -> None:
     """The quota gives a request every 50 ms, and the client reads the time to wait from `retry-after-ms`."""
     fast = Tenant("fast", (digest("sk-fast"),), rates=RateQuota(requests_per_minute=1200))

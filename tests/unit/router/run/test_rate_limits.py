@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabric.contracts import ManualClock, Overloaded, RateLimited
+from fabric.contracts import InvalidRequest, ManualClock, Overloaded, RateLimited
 from router.router_config import RateQuota, RouterConfig, Tenant
 from router.run import Admission, Caller, rate_headers
 from router.run.rate_limits import RateLimiter, duration
@@ -165,6 +165,46 @@ def test_a_request_whose_prompt_is_refused_counts_for_no_quota() -> None:
     assert limits.prompt_tokens == 400
     limits.rates.spender(WEB)(50)
     assert left(limits.rates, WEB)["tokens"] == 150
+
+
+def test_several_requests_of_one_exchange_are_counted_once_and_together() -> None:
+    limits, clock = admission()
+    first = limits.admit(WEB)
+    assert len(limits.admit_rest(WEB, 3, 2)) == 1, "two begin now, and the third takes a place later"
+    assert left(limits.rates, WEB)["requests"] == 0
+    assert len(limits.admit_more(WEB, 1)) == 1
+    assert limits.num_in_flight == 3
+    clock.advance(20.0)
+    second = limits.admit(WEB)
+    with pytest.raises(RateLimited, match="needs 3") as caught:
+        limits.admit_rest(WEB, 3, 3)
+    second.release()
+    assert caught.value.retry_after_s == pytest.approx(40.0)
+    assert (left(limits.rates, WEB)["requests"], limits.num_in_flight) == (1, 3)
+    first.release()
+
+
+@pytest.mark.parametrize(("num_routers", "most"), [(1, 3), (2, 1), (4, 1)])
+def test_more_requests_than_a_full_quota_gives_are_refused_for_good(num_routers: int, most: int) -> None:
+    limits, _ = admission()
+    limits.share(num_routers)
+    before = left(limits.rates, WEB)["requests"]
+    ticket = limits.admit(WEB)
+    with pytest.raises(InvalidRequest, match=f"at most {most} prompts") as caught:
+        limits.admit_rest(WEB, most + 1, most + 1)
+    assert (caught.value.retryable, caught.value.param) == (False, "prompt")
+    ticket.release()
+    assert left(limits.rates, WEB)["requests"] == before
+    assert limits.admit(WEB)
+
+
+def test_a_full_router_refuses_the_rest_of_an_exchange_and_counts_nothing_of_it() -> None:
+    limits, _ = admission(max_in_flight=2)
+    ticket = limits.admit(WEB)
+    with pytest.raises(Overloaded):
+        limits.admit_rest(WEB, 3, 3)
+    ticket.release()
+    assert (left(limits.rates, WEB)["requests"], limits.num_in_flight) == (3, 0)
 
 
 def test_a_full_router_takes_nothing_of_a_quota() -> None:
