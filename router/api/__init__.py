@@ -27,6 +27,7 @@ from router.api.answer_parts import (
     usage_sum,
 )
 from router.api.chat_message import (
+    FILE,
     IMAGE_EMBEDS,
     PART_TYPE_TO_MODALITY,
     ChatMessage,
@@ -80,6 +81,7 @@ from router.api.transcription_request import TRANSCRIPT_FORMATS, Transcription, 
 __all__ = [
     "DONE",
     "ERROR_TO_STATUS",
+    "FILE",
     "FIXED_LIMITS",
     "IMAGE_EMBEDS",
     "PART_TYPE_TO_MODALITY",

@@ -36,18 +36,22 @@ class ChatMessage(BaseModel):
 
 IMAGE_EMBEDS = "image_embeds"
 """Is the type of a part that holds the features of a picture instead of the picture (vLLM's extension)."""
+FILE = "file"
+"""Is the type of a part that holds any file. One with a name alone stands for a medium of any modality."""
 PART_TYPE_TO_MODALITY = {
     "image_url": "image",
     IMAGE_EMBEDS: "image",
     "input_audio": "audio",
     "audio_url": "audio",
     "video_url": "video",
-    "file": "file",
+    FILE: "file",
 }
 """Maps the part types that OpenAI and its users know to modalities. A type without a plugin is an unsupported modality,
 not an unknown part."""
 TEXT_PART_TYPES = ("text", "refusal")
 MAX_UUID_LENGTH = 256
+_DESCRIPTIONS = ("uuid", "detail", "format", "filename")
+"""Are the fields that stand beside the content of a medium, and are none."""
 Detail = Literal["auto", "low", "high"]
 
 
@@ -85,7 +89,7 @@ def parts_of(message: ChatMessage, index: int, is_media: Callable[[str], bool] =
     if content is None and message.role == "assistant":
         return ""
     if not isinstance(content, Sequence) or not content:
-        flaw = f"`content` must be a string or a non-empty array of parts, not {shown(content)}"
+        flaw = f"`{path}.content` must be a string or a non-empty array of parts, not {shown(content)}"
         raise InvalidRequest(flaw, param=f"{path}.content")
     return [_part(part, f"{path}.content.{at}", is_media) for at, part in enumerate(content)]
 
@@ -104,22 +108,23 @@ def _part(part: object, param: str, is_media: Callable[[str], bool]) -> Part:
     if kind not in PART_TYPE_TO_MODALITY and not is_media(kind):
         known = ", ".join(("text", *PART_TYPE_TO_MODALITY))
         raise InvalidRequest(f"the content part type {shown(kind)} is unknown; known types are {known}", param=param)
-    if kind == "file" and not is_media(kind):
-        return _part(file_as_part(part, param), param, is_media)
     uuid, has_content = _name(part, kind, param)
+    if kind == FILE and not is_media(kind):
+        named = MediaPart(kind, part, param, uuid=uuid, has_content=False)
+        return _part(file_as_part(part, param), param, is_media) if has_content else named
     return MediaPart(kind, part, param, _detail(part, kind, param), uuid, has_content)
 
 
 def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
-    """Returns the `detail` of a part. Raises InvalidRequest for a value that OpenAI does not define, and for `low` on
-    anything but a picture."""
+    """Returns the `detail` of a part; `original` is `high`, because no picture is made larger than the model takes it.
+    Raises InvalidRequest for a value that OpenAI does not define, and for `low` on anything but a picture."""
     value = part.get(kind)
     found = value.get("detail") if isinstance(value, Mapping) else None
     path = f"{param}.{kind}.detail"
     if found is None or found == "auto":
         return "auto"
-    if found not in ("low", "high"):
-        raise InvalidRequest(f"`detail` must be `auto`, `low` or `high`, not {shown(found)}", param=path)
+    if found not in ("low", "high", "original"):
+        raise InvalidRequest(f"`detail` must be `auto`, `low`, `high` or `original`, not {shown(found)}", param=path)
     if found == "low" and (PART_TYPE_TO_MODALITY.get(kind) != "image" or kind == IMAGE_EMBEDS):
         raise InvalidRequest(f"only pictures have a `low` detail; a `{kind}` part takes `auto` or `high`", param=path)
     return "low" if found == "low" else "high"
@@ -137,5 +142,5 @@ def _name(part: Mapping[str, object], kind: str, param: str) -> tuple[str, bool]
     if not isinstance(uuid, str) or not 0 < len(uuid) <= MAX_UUID_LENGTH:
         message = f"a `uuid` must be a string of 1 to {MAX_UUID_LENGTH} characters, not {shown(uuid)}"
         raise InvalidRequest(message, param=f"{param}.uuid")
-    contents = [each for key, each in inner.items() if key not in ("uuid", "detail", "format")]
+    contents = [each for key, each in inner.items() if key not in _DESCRIPTIONS]
     return uuid, any(contents) if isinstance(value, Mapping) else bool(value)

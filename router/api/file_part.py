@@ -41,7 +41,7 @@ def file_as_part(part: Mapping[str, object], param: str) -> dict[str, object]:
         source = f"data:{media_type};base64,{source}"
     kind = media_type.partition("/")[0]
     if kind in MEDIA_KINDS:
-        named = {key: part[key] for key in ("uuid",) if key in part}
+        named = {key: each[key] for each in (file, part) for key in ("uuid",) if key in each}
         return named | {"type": f"{kind}_url", f"{kind}_url": {"url": source}}
     if (kind == "text" or media_type in TEXT_TYPES) and source.startswith("data:"):
         return {"type": "text", "text": _text(source, param)}

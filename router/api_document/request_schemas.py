@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.api import (
+    FILE,
     IMAGE_EMBEDS,
     PART_TYPE_TO_MODALITY,
     TRANSCRIPT_FORMATS,
@@ -185,7 +186,8 @@ def part_schemas(modalities: Collection[str], *, takes_features: bool) -> dict[s
         schemas["ImageEmbedsPart"] = _features_part()
     file = {name: {"type": ["string", "null"]} for name in ("file_data", "file_url", "filename")}
     described = "A text file, or a medium that the model takes, with its content in a `data:` URL."
-    schemas["FilePart"] = _part("file", {"file": {"type": "object", "properties": file}}, described)
+    content = {"type": ["object", "null"], "properties": file | {"uuid": UUID}}
+    schemas["FilePart"] = _part(FILE, {FILE: content}, described)
     return schemas
 
 
@@ -206,7 +208,7 @@ def _features_part() -> Schema:
 def _source(modality: str) -> Schema:
     """Returns the schema of what names a medium: a URL, alone or with further fields."""
     url = {"type": ["string", "null"], "description": "A `data:` URL, or `https:` where the operator allows it."}
-    details = ["auto", "low", "high", None] if modality == "image" else ["auto", "high", None]
+    details = ["auto", "low", "high", "original", None] if modality == "image" else ["auto", "high", "original", None]
     fields = {"url": url, "detail": {"enum": details}, "uuid": UUID}
     return {"anyOf": [{"type": "string"}, {"type": "object", "properties": fields}, {"type": "null"}]}
 
@@ -216,7 +218,7 @@ def _part(part_type: str, content: Mapping[str, Schema], description: str) -> Sc
     return {
         "type": "object",
         "description": description,
-        "required": ["type", *content] if is_text or part_type == "file" else ["type"],
+        "required": ["type", *content] if is_text else ["type"],
         "properties": {"type": {"const": part_type}, **content, **({} if is_text else {"uuid": UUID})},
     }
 

@@ -266,7 +266,9 @@ class PromptBuilder:
         self.codec.check_template()
         check_messages(chat, self._config)
         _check_parts(chat, self._config.max_content_parts)
-        contents = tuple(parts_of(message, index, self._is_media) for index, message in enumerate(chat.messages))
+        salt, is_media = chat.cache_salt or "", self._is_media
+        read = (parts_of(message, index, is_media) for index, message in enumerate(chat.messages))
+        contents = tuple(self._reader.identified(content, salt) for content in read)
         parts = [part for content in contents if not isinstance(content, str) for part in content]
         media = [part for part in parts if isinstance(part, MediaPart)]
         if len(media) > self._config.max_media_items:
@@ -276,7 +278,7 @@ class PromptBuilder:
         with_sound_tracks = None if kwargs is None else kwargs.use_audio_in_video
         if kwargs is not None and kwargs.min_pixels is not None:
             check_min_pixels(self.family)
-        probed = await self._reader.read(media, with_sound_tracks, chat.cache_salt or "", account)
+        probed = await self._reader.read(media, with_sound_tracks, salt, account)
         if kwargs is not None:
             probed = [medium.limited_to(kwargs.min_pixels, kwargs.max_pixels) for medium in probed]
         answer, grammar = PLAIN, ""

@@ -41,7 +41,7 @@ from modalities.media import (
     plan_media,
 )
 from modalities.registry import Registry
-from router.api import IMAGE_EMBEDS, PART_TYPE_TO_MODALITY, MediaPart, shown
+from router.api import FILE, IMAGE_EMBEDS, PART_TYPE_TO_MODALITY, MediaPart, Part, shown
 from router.fetch import FetchedFile
 from router.prompt.given_features import ImageEmbedsReader
 from router.prompt.named_media import NamedFile, NamedMedia
@@ -158,6 +158,28 @@ class MediaReader:
             f"the model `{self._model_name}` takes no {modality} input on this server; it takes {taken}", param=param
         )
 
+    def identified(self, content: str | list[Part], salt: str) -> str | list[Part]:
+        """Returns a content in which each part of the type `file` that has only a name has the type of the medium with
+        this name. Raises InvalidRequest if there is none (any more), or more than one."""
+        if isinstance(content, str) or self._registry.modality_of_part(FILE) is not None:
+            return content
+        return [
+            self._typed(part, salt) if isinstance(part, MediaPart) and part.part_type == FILE else part
+            for part in content
+        ]
+
+    def _typed(self, part: MediaPart, salt: str) -> MediaPart:
+        candidates = (*self.max_items, IMAGE_EMBEDS)
+        kinds = [kind for kind in candidates if self._named_media.find(salt, kind, part.uuid) is not None]
+        if not kinds:
+            raise _unknown_name(part)
+        part_types = [each if each == IMAGE_EMBEDS else self._registry.modality(each).part_types[0] for each in kinds]
+        if len(kinds) > 1:
+            choice = " or ".join(f"`{each}`" for each in part_types)
+            message = f"the `uuid` {shown(part.uuid)} names several media; send a part of the type {choice} with it"
+            raise InvalidRequest(message, param=part.param)
+        return part._replace(part_type=part_types[0])
+
     # ------------------------------------------------------------ types and counts
 
     def _check_types(self, parts: Sequence[MediaPart]) -> list[ModalityPlugin]:
@@ -209,8 +231,7 @@ class MediaReader:
         kept (any more)."""
         file = self._named_media.find(salt, _kind(part, plugin), part.uuid)
         if file is None:
-            message = f"the `uuid` {shown(part.uuid)} names no medium that this router keeps; send its content with it"
-            raise InvalidRequest(message, param=part.param)
+            raise _unknown_name(part)
         return file
 
     def _parse(self, wanted: Sequence[tuple[MediaPart, ModalityPlugin]]) -> dict[str, NamedFile]:
@@ -336,6 +357,11 @@ def media_seconds(media: Sequence[ProbedMedium]) -> dict[str, float]:
 def _kind(part: MediaPart, plugin: ModalityPlugin) -> str:
     """Returns the kind of media that share names: the features of a picture are no picture."""
     return IMAGE_EMBEDS if part.part_type == IMAGE_EMBEDS else plugin.modality
+
+
+def _unknown_name(part: MediaPart) -> InvalidRequest:
+    message = f"the `uuid` {shown(part.uuid)} names no medium that this router keeps; send its content with it"
+    return InvalidRequest(message, param=part.param)
 
 
 def _first_header(plugin: ModalityPlugin, data: bytes) -> MediaHeader | None:

@@ -268,7 +268,10 @@ def test_parts_keep_their_order_and_paths() -> None:
     assert parts == [TextPart("a"), MediaPart("image_url", url, "messages.2.content.1")]
 
 
-@pytest.mark.parametrize(("detail", "found"), [("low", "low"), ("high", "high"), ("auto", "auto"), (None, "auto")])
+@pytest.mark.parametrize(
+    ("detail", "found"),
+    [("low", "low"), ("high", "high"), ("original", "high"), ("auto", "auto"), (None, "auto")],
+)
 def test_the_detail_of_a_picture_is_read(detail: object, found: str) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}
     (parsed,) = parts_of(message(content=[part]), 0)
@@ -279,7 +282,7 @@ def test_the_detail_of_a_picture_is_read(detail: object, found: str) -> None:
 @pytest.mark.parametrize("detail", ["lower", "LOW", "", 1, ["low"], True])
 def test_an_unknown_detail_is_refused(detail: object) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:,", "detail": detail}}
-    with pytest.raises(InvalidRequest, match="`auto`, `low` or `high`") as caught:
+    with pytest.raises(InvalidRequest, match="`auto`, `low`, `high` or `original`") as caught:
         parts_of(message(content=[{"type": "text", "text": "a"}, part]), 1)
     assert caught.value.param == "messages.1.content.1.image_url.detail"
 
@@ -311,6 +314,23 @@ def test_a_uuid_stands_beside_a_medium_or_alone() -> None:
         with pytest.raises(InvalidRequest, match="a `uuid` must be a string of 1 to 256 characters, not ") as caught:
             parts_of(message(content=[{"type": "image_url", "image_url": url, "uuid": uuid}]), 0)
         assert caught.value.param == "messages.0.content.0.uuid"
+
+
+def test_a_uuid_stands_for_a_file_too() -> None:
+    for part in (
+        {"uuid": "f9"},
+        {"file": None, "uuid": "f9"},
+        {"file": {"filename": "a.png"}, "uuid": "f9"},
+        {"file": {"file_data": "", "uuid": "f9"}},
+    ):
+        (parsed,) = parts_of(message(content=[{"type": "file", **part}]), 0)
+        assert isinstance(parsed, MediaPart)
+        assert (parsed.part_type, parsed.uuid, parsed.has_content) == ("file", "f9", False)
+    file = {"file_data": "data:image/png;base64,AAAA"}
+    for part in ({"file": file, "uuid": "f9"}, {"file": {**file, "uuid": "f9"}}):
+        (parsed,) = parts_of(message(content=[{"type": "file", **part}]), 0)
+        assert isinstance(parsed, MediaPart)
+        assert (parsed.part_type, parsed.uuid, parsed.has_content) == ("image_url", "f9", True)
 
 
 def test_part_types_that_somebody_registered_are_media() -> None:
