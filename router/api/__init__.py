@@ -23,6 +23,7 @@ from router.api.answer_parts import (
     error_event,
     logprobs_object,
     prompt_logprobs_list,
+    scores_list,
     sse_event,
     usage_sum,
 )
@@ -141,6 +142,7 @@ __all__ = [
     "parts_of",
     "prompt_logprobs_list",
     "quoted",
+    "scores_list",
     "shown",
     "sse_event",
     "status_of",

@@ -126,6 +126,12 @@ def logprobs_object(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> dict
     }
 
 
+def scores_list(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> list[dict[str, object]]:
+    """Returns the `logprobs` of a transcript, or of a piece of it: an entry per token, as in `logprobs_object`, without
+    other tokens at its position."""
+    return [_token_entry(token_id, logprobs.logprob, bytes_of) for token_id, logprobs in tokens]
+
+
 def prompt_logprobs_list(scores: PromptLogprobs | None, bytes_of: TokenBytes) -> list[object] | None:
     """Returns vLLM's `prompt_logprobs`: one entry per token of the prompt, which maps token ids to their scores. The
     first entry is None, because nothing predicts the first token."""

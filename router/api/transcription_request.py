@@ -9,7 +9,7 @@ holds.
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 from pydantic import ValidationError
@@ -48,6 +48,8 @@ class Transcription(NamedTuple):
     language: str
     """Is the code of the language that the form names, or empty."""
     is_streamed: bool
+    wants_logprobs: bool
+    """Says whether the answer has the log-probabilities of its tokens."""
 
     def place(self, text: str) -> str:
         """Returns the name of a field of the chat as the form has it."""
@@ -58,7 +60,8 @@ def parse_transcription(body: bytes, content_type: str, instruction: str) -> Tra
     """Parses and checks the body of a request. `instruction` is what the model is asked to do. Raises InvalidRequest,
     whose `param` names the offending field."""
     fields: dict[str, FormPart] = {}
-    for part in form_parts(body, content_type):
+    parts = form_parts(body, content_type)
+    for part in parts:
         fields.setdefault(part.name.removesuffix("[]"), part)
     file = fields.pop("file", None)
     if file is None or not file.data:
@@ -73,15 +76,30 @@ def parse_transcription(body: bytes, content_type: str, instruction: str) -> Tra
         raise InvalidRequest(message, param="response_format")
     if texts.get("timestamp_granularities"):
         raise InvalidRequest("this server makes no time stamps", param="timestamp_granularities")
+    wants_logprobs = _wants_logprobs([_text(part) for part in parts if part.name in ("include", "include[]")], form)
     question = _question(texts, instruction)
     sound = {"type": "audio_url", "audio_url": {"url": f"data:;base64,{base64.b64encode(file.data).decode()}"}}
     messages = [{"role": "user", "content": [sound, {"type": "text", "text": question}]}]
     options = {"temperature": _number(texts, "temperature", 0.0), "cache_salt": texts.get("cache_salt")}
+    options |= {"logprobs": wants_logprobs}
     try:
         chat = ChatRequest.model_validate({"model": texts["model"], "messages": messages} | options)
     except ValidationError as error:
         raise refusal(error) from None
-    return Transcription(chat, cast(TranscriptFormat, form), texts.get("language", ""), _truth(texts, "stream"))
+    is_streamed = _truth(texts, "stream")
+    return Transcription(chat, cast(TranscriptFormat, form), texts.get("language", ""), is_streamed, wants_logprobs)
+
+
+def _wants_logprobs(included: Sequence[str], form: str) -> bool:
+    """Tells whether a form asks for log-probabilities by its fields `include[]`. As with OpenAI, only the format `json`
+    has a place for them."""
+    unknown = next((each for each in included if each != "logprobs"), None)
+    if unknown is not None:
+        raise InvalidRequest(f"`include` may only have `logprobs`, not {shown(unknown)}", param="include")
+    if included and form != "json":
+        message = f"`include` needs the `response_format` `json`, because `{form}` has no place for log-probabilities"
+        raise InvalidRequest(message, param="include")
+    return bool(included)
 
 
 def _question(texts: Mapping[str, str], instruction: str) -> str:

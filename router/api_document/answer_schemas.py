@@ -67,6 +67,8 @@ TRANSCRIPT_USAGE = closed(
         "total_tokens": COUNT,
     }
 )
+TRANSCRIPT = {"text": TEXT, "usage": TRANSCRIPT_USAGE}
+TRANSCRIPT_SCORES = {"logprobs": about("Sent if `include[]` asks for them.", array(ref("TokenScore")))}
 
 
 def answer_schemas() -> dict[str, Schema]:
@@ -97,7 +99,8 @@ def _shared() -> dict[str, Schema]:
             counts | {"prompt_tokens_details": details, "completion_tokens_details": completion},
             about="The exact token counts of a request.",
         ),
-        "TokenLogprob": closed(token | {"top_logprobs": array(closed(token))}),
+        "TokenScore": closed(token),
+        "TokenLogprob": closed(token | {"top_logprobs": array(ref("TokenScore"))}),
         "ChoiceLogprobs": closed({"content": nullable(array(ref("TokenLogprob"))), "refusal": {"type": "null"}}),
         "WeftPart": closed({}, weft, "What only Weft's answers have."),
     }
@@ -213,7 +216,7 @@ def _embeddings_and_tokens() -> dict[str, Schema]:
         "Embeddings": closed({"object": const("list"), "data": array(entry), "model": TEXT, "usage": usage}),
         "Tokens": closed({"count": COUNT, "max_model_len": COUNT, "tokens": IDS, "token_strs": texts}),
         "Detokenized": closed({"prompt": TEXT}),
-        "Transcript": {"anyOf": [closed({"text": TEXT, "usage": TRANSCRIPT_USAGE}), _verbose_transcript()]},
+        "Transcript": {"anyOf": [closed(TRANSCRIPT, TRANSCRIPT_SCORES), _verbose_transcript()]},
     }
 
 

@@ -13,7 +13,8 @@ from router.api_document.answer_schemas import (
     IDS_ASKED,
     OPEN,
     TEXT,
-    TRANSCRIPT_USAGE,
+    TRANSCRIPT,
+    TRANSCRIPT_SCORES,
     WEFT,
     array,
     closed,
@@ -61,10 +62,10 @@ def _completions() -> dict[str, Schema]:
 
 
 def _transcripts() -> dict[str, Schema]:
-    done = {"type": const("transcript.text.done"), "text": TEXT, "usage": TRANSCRIPT_USAGE}
+    delta = {"type": const("transcript.text.delta"), "delta": TEXT}
     return {
-        "TranscriptDelta": closed({"type": const("transcript.text.delta"), "delta": TEXT}),
-        "TranscriptDone": closed(done),
+        "TranscriptDelta": closed(delta, TRANSCRIPT_SCORES),
+        "TranscriptDone": closed({"type": const("transcript.text.done")} | TRANSCRIPT, TRANSCRIPT_SCORES),
         "TranscriptEvent": any_of(["TranscriptDelta", "TranscriptDone", "ErrorAnswer"]),
     }
 

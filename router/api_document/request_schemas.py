@@ -116,6 +116,11 @@ def transcription_form() -> Schema:
             "language": text | {"description": "The language that is spoken, as a code such as `en`."},
             "prompt": text | {"description": "Guides the model."},
             "response_format": {"enum": list(TRANSCRIPT_FORMATS), "description": "The form of a whole answer."},
+            "include[]": {
+                "type": "array",
+                "items": {"enum": ["logprobs"]},
+                "description": "Asks for the log-probabilities of the tokens, in the format `json`.",
+            },
             "temperature": {"type": "number", "minimum": 0, "maximum": 2},
             "stream": {"enum": ["true", "false"], "description": FIELD_TO_DESCRIPTION["stream"]},
         },

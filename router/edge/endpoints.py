@@ -80,7 +80,7 @@ def read_transcription(body: bytes, terms: BodyTerms) -> Asked:
     return Asked(
         [asked.chat],
         asked.is_streamed,
-        lambda source, head, tools: TranscriptAnswer(source, asked),
+        lambda source, head, tools: TranscriptAnswer(source, asked, tools),
         "text/plain; charset=utf-8" if asked.form == "text" else "application/json",
         asked.place,
     )

@@ -204,8 +204,9 @@ def test_every_error_is_described_where_it_can_occur() -> None:
 async def test_refusals_of_every_route_are_described() -> None:
     quota = RateQuota(requests_per_minute=1)
     tenant = Tenant("a", key_digests=(DIGEST_OF_KEY,), rates=quota)
+    headers = {"authorization": f"Bearer {KEY}"}
     async with served(tenants=(tenant,), embeddings="last") as (_, client):
-        description = await description_of(client)
+        description = await description_of(client, headers)
         assert description.document["security"] == [{"key": []}]
         for path, methods in description.document["paths"].items():
             for method, operation in methods.items():
@@ -214,7 +215,6 @@ async def test_refusals_of_every_route_are_described() -> None:
                 assert (answer.status_code == 401) != is_open, path
                 if not is_open:
                     assert description.flaws(method, path, answer) == []
-        headers = {"authorization": f"Bearer {KEY}"}
         statuses = []
         for path in ("/tokenize", CHAT):
             answer = await client.post(path, content=b"{", headers=headers)
@@ -295,13 +295,17 @@ async def test_the_page_shows_every_operation_and_loads_nothing() -> None:
         }
 
 
+SCORED = {"include[]": "logprobs"}
+
+
 async def test_transcripts_are_answered_as_the_document_says() -> None:
     async with media_cluster() as cluster:
         transport = httpx.ASGITransport(create_app(cluster.service))
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
             description = await description_of(client)
             path, sound = "/v1/audio/transcriptions", ("speech.wav", b"audio 16000x32000", "audio/wav")
-            for fields in ({}, {"response_format": "text"}, {"response_format": "verbose_json"}, {"stream": "true"}):
+            kinds: list[dict[str, str]] = [{}, {"response_format": "text"}, {"response_format": "verbose_json"}]
+            for fields in (*kinds, {"stream": "true"}, SCORED, SCORED | {"stream": "true"}):
                 answer = await client.post(path, data={"model": TINY_MODEL} | fields, files={"file": sound})
                 assert answer.status_code == 200, answer.text
                 assert description.flaws("post", path, answer) == [], fields

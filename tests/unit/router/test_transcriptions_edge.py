@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from edge_client import events, served
 from openai.types.audio import Transcription as SdkTranscription
-from openai.types.audio import TranscriptionVerbose
+from openai.types.audio import TranscriptionTextDeltaEvent, TranscriptionTextDoneEvent, TranscriptionVerbose
 from router_media_fakes import MediaFamily, media_registry
 
 from deploy.testing import TINY_MODEL
@@ -74,6 +74,35 @@ async def test_a_transcript_can_be_streamed() -> None:
         assert done["usage"]["output_tokens"] == len("Hello, world.") + 1
 
 
+@pytest.mark.parametrize("name", ["include[]", "include"])
+async def test_log_probabilities_come_with_the_transcript(name: str) -> None:
+    form = {"model": TINY_MODEL, name: ["logprobs"]}
+    async with served(**hearing()) as (cluster, client):
+        cluster.workers[0].script.reply = "Grüße."
+        response = await client.post(PATH, data=form, files={"file": SOUND})
+        answer = SdkTranscription.model_validate(response.json())
+        assert answer.logprobs is not None
+        found = [bytes(map(int, entry.bytes or ())) for entry in answer.logprobs]
+        assert b"".join(found) == "Grüße.".encode()
+        assert all(set(entry) == {"token", "logprob", "bytes"} for entry in response.json()["logprobs"])
+        response = await client.post(PATH, data=form | {"stream": "true"}, files={"file": SOUND})
+        *deltas, done = events(response.content)
+        assert len(deltas) > 1
+        for event in deltas:
+            TranscriptionTextDeltaEvent.model_validate(event)
+        TranscriptionTextDoneEvent.model_validate(done)
+        assert [entry for event in deltas for entry in event["logprobs"]] == done["logprobs"]
+        assert [entry["token"] for entry in done["logprobs"]] == [entry.token for entry in answer.logprobs]
+
+
+async def test_log_probabilities_come_only_if_they_are_asked_for() -> None:
+    async with served(**hearing()) as (_, client):
+        response = await client.post(PATH, data={"model": TINY_MODEL}, files={"file": SOUND})
+        assert "logprobs" not in response.json()
+        response = await client.post(PATH, data={"model": TINY_MODEL, "stream": "true"}, files={"file": SOUND})
+        assert [event for event in events(response.content) if "logprobs" in event] == []
+
+
 async def test_a_model_that_does_not_hear_says_so() -> None:
     async with served() as (_, client):
         refused = await client.post(PATH, data={"model": TINY_MODEL}, files={"file": SOUND})
@@ -89,6 +118,9 @@ async def test_a_model_that_does_not_hear_says_so() -> None:
         ({}, {"file": SOUND}, "model"),
         ({"model": TINY_MODEL, "response_format": "srt"}, {"file": SOUND}, "response_format"),
         ({"model": TINY_MODEL, "timestamp_granularities[]": "word"}, {"file": SOUND}, "timestamp_granularities"),
+        ({"model": TINY_MODEL, "include[]": ["logprobs", "words"]}, {"file": SOUND}, "include"),
+        ({"model": TINY_MODEL, "include[]": "logprobs", "response_format": "text"}, {"file": SOUND}, "include"),
+        ({"model": TINY_MODEL, "include[]": "logprobs", "response_format": "verbose_json"}, {"file": SOUND}, "include"),
         ({"model": TINY_MODEL, "temperature": "warm"}, {"file": SOUND}, "temperature"),
         ({"model": TINY_MODEL, "temperature": "9"}, {"file": SOUND}, "temperature"),
         ({"model": TINY_MODEL, "stream": "maybe"}, {"file": SOUND}, "stream"),
@@ -97,7 +129,7 @@ async def test_a_model_that_does_not_hear_says_so() -> None:
         ({f"f{number}": "x" for number in range(70)}, {"file": SOUND}, None),
     ],
 )
-async def test_bad_forms_are_named(fields: dict[str, str], files: dict[str, object], param: str | None) -> None:
+async def test_bad_forms_are_named(fields: dict[str, object], files: dict[str, object], param: str | None) -> None:
     async with served(**hearing()) as (_, client):
         response = await client.post(PATH, data=fields, files=files)
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
