@@ -313,11 +313,11 @@ def _cluster() -> list[Operation]:
 
 
 def _document() -> list[Operation]:
-    tag, described = "Document", "Returns this document. It needs no key."
-    page = _read("/docs", "docs", tag, "Read the API's page", "Shows this document as a page. It needs no key.", "")
+    tag = "Document"
+    page = _read("/docs", "docs", tag, "Read the API's page", "Shows this document as a page.", "")
     return [
-        _read("/openapi.json", "openapi", tag, "Read the API's document", described, "OpenApiDocument", "open"),
-        page._replace(access="open", errors=(), answers={HTML_TYPE: ""}),
+        _read("/openapi.json", "openapi", tag, "Read the API's document", "Returns this document.", "OpenApiDocument"),
+        page._replace(answers={HTML_TYPE: ""}),
     ]
 
 

@@ -1,8 +1,8 @@
 """Decides who may use which route: `AccessControl` is ASGI middleware around the whole app, so that no route can
 forget to ask for a key.
 
-Paths of health and the description of the API need no key, `/metrics` and everything below `/weft` need an operator's,
-and every other path (also one that does not exist) needs any key. The key is checked before a byte of the body is read.
+Paths of health need no key, `/metrics` and everything below `/weft` need an operator's, and every other path (also one
+that does not exist) needs any key. The key is checked before a byte of the body is read.
 A cluster without keys refuses what browsers send for pages of other sites instead. The answers to callers with quotas
 get their `x-ratelimit-*` headers here. The module knows nothing of what a route does.
 """
@@ -24,9 +24,10 @@ from router.edge.cross_site import check_site
 from router.run import Caller, check_operator, rate_headers
 from router.service import RouterService
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/openapi.json", "/docs"})
-"""These paths need no key: who runs the process must be able to ask whether it lives, and the description of the API
-holds no more than the name of the model and what the API takes; a browser that shows it has no key to send."""
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+"""These paths need no key, because the system that runs the process must be able to ask whether it lives."""
+DOCUMENT_PATHS = frozenset({"/openapi.json", "/docs"})
+"""These paths describe the API to people, for any key."""
 OPERATOR_PATH = re.compile(r"/(?:metrics|weft)(?:/.*)?", re.DOTALL)
 """Matches the paths that show what other tenants do."""
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
@@ -91,7 +92,8 @@ class AccessControl:
         note_failure(scope, error)
         headers = answer.headers | {"x-request-id": request_label(scope)}
         if isinstance(error, Unauthorized) and is_page(scope):
-            headers["www-authenticate"] = 'Basic realm="Weft: an operator key as the password", charset="UTF-8"'
+            whose = "an operator" if OPERATOR_PATH.fullmatch(scope["path"]) else "an API"
+            headers["www-authenticate"] = f'Basic realm="Weft: {whose} key as the password", charset="UTF-8"'
         return LingeringResponse(answer.status, answer.body, headers)
 
 
@@ -126,8 +128,10 @@ def sent_key(scope: Scope) -> str | None:
 
 
 def is_page(scope: Scope) -> bool:
-    """Tells whether the exchange reads a page that is for operators."""
-    return scope["method"] == "GET" and OPERATOR_PATH.fullmatch(scope["path"]) is not None
+    """Tells whether the exchange reads what people open in a browser: the description of the API, or what is for
+    operators."""
+    path = scope["path"]
+    return scope["method"] == "GET" and (path in DOCUMENT_PATHS or OPERATOR_PATH.fullmatch(path) is not None)
 
 
 def header(headers: Headers, wanted: bytes) -> str:

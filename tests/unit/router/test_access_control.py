@@ -53,7 +53,8 @@ def code(response: httpx.Response) -> tuple[int, str]:
 async def test_every_route_but_health_asks_for_a_key() -> None:
     async with served(**KEYS) as (cluster, client):
         routes = [route for route in create_api(cluster.service).routes if isinstance(route, Route)]
-        assert {route.path for route in routes} >= OPEN_PATHS | {CHAT, "/metrics", "/weft/requests", "/v1/models"}
+        assert {route.path for route in routes} >= OPEN_PATHS | {CHAT, "/metrics", "/weft/requests", "/docs"}
+        assert {path for path in OPEN_PATHS if not path.startswith("/health")} == set()
         for route in routes:
             path = route.path.replace("{model_id:path}", TINY_MODEL).replace("{request_id}", "req-1")
             for method in sorted(route.methods or ()):
@@ -104,10 +105,23 @@ async def test_tenants_see_no_metrics_and_no_records_and_operators_ask_for_no_an
         assert len(cluster.workers[0].requests) == num_requests
 
 
-async def test_a_browser_may_send_an_operators_key_as_a_password_for_pages_only() -> None:
-    def basic(key: str) -> dict[str, str]:
-        return {"authorization": f"Basic {base64.b64encode(f'me:{key}'.encode()).decode()}"}
+def basic(key: str) -> dict[str, str]:
+    return {"authorization": f"Basic {base64.b64encode(f'me:{key}'.encode()).decode()}"}
 
+
+@pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
+async def test_the_description_of_the_api_needs_any_key_which_a_browser_sends_as_a_password(path: str) -> None:
+    async with served(**KEYS) as (_, client):
+        asked = await client.get(path)
+        assert code(asked) == (401, "invalid_api_key")
+        assert TINY_MODEL not in asked.text
+        assert asked.headers["www-authenticate"].startswith('Basic realm="Weft: an API key')
+        for headers in (bearer("sk-shop"), basic("sk-shop"), bearer("sk-ops"), basic("sk-ops")):
+            assert (await client.get(path, headers=headers)).status_code == 200
+        assert code(await client.get(path, headers=basic("sk-wrong"))) == (401, "invalid_api_key")
+
+
+async def test_a_browser_may_send_an_operators_key_as_a_password_for_pages_only() -> None:
     async with served(**KEYS) as (_, client):
         asked = await client.get("/weft/requests", headers={"accept": "text/html"})
         assert asked.status_code == 401
@@ -191,7 +205,7 @@ async def test_all_inputs_count_before_the_first_is_computed() -> None:
 @pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
 async def test_prompts_that_the_quota_of_tokens_refuses_count_for_no_request(path: str, field: str) -> None:
     shop = Tenant("shop", (digest("sk-shop"),), rates=RateQuota(requests_per_minute=50, tokens_per_minute=30))
-    async with served(tenants=(shop,), embeddings="mean") as (cluster, client):
+    async with served(tenants=(shop,), embeddings="mean") as (_, client):
         body = {"model": TINY_MODEL, field: ["a long text of many tokens"] * 40}
         answer = await client.post(path, json=body, headers=bearer("sk-shop"))
         assert code(answer) == (429, "rate_limit_exceeded")

@@ -32,7 +32,7 @@ JSON_TYPES = ("application/json", "Application/JSON", "application/json; charset
 JSON = "application/json"
 KEY = "a-key"
 KEYED = Tenant("a", key_digests=(hashlib.sha256(KEY.encode()).hexdigest(),))
-OPEN_PATHS = ("/health", "/health/live", "/health/ready", "/openapi.json", "/docs")
+OPEN_PATHS = ("/health", "/health/live", "/health/ready")
 
 
 def refusal(answer: httpx.Response) -> tuple[int, str]:
@@ -189,8 +189,9 @@ async def test_with_keys_the_key_decides() -> None:
 )
 async def test_a_server_with_known_names_refuses_others(host: str, is_allowed: bool) -> None:
     async with served(allowed_hosts=("weft.example", "*.lan")) as (_, client):
-        description = await description_of(client) if is_allowed and host == "localhost" else None
-        for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/weft/requests"), ("POST", CHAT)):
+        description = await description_of(client, {"host": host}) if is_allowed and host == "localhost" else None
+        read = [("GET", path) for path in ("/v1/models", "/metrics", "/weft/requests", "/docs", "/openapi.json")]
+        for method, path in (*read, ("POST", CHAT)):
             content = chat_body() if method == "POST" else None
             answer = await client.request(method, path, content=content, headers={"host": host})
             if is_allowed:
