@@ -45,7 +45,7 @@ from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.peer_feed import PeerFeed
 from router.planning import ClusterState, SavedCosts
-from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest, media_seconds
+from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest, check_not_empty, media_seconds
 from router.router_config import Policy, RouterConfig
 from router.run import (
     Admission,
@@ -344,6 +344,7 @@ class RouterService:
             read_at_s = self._context.clock.now()
             trace.add("read", from_s=admitted_at_s)
             prompt = await self._prompt_builder.plan(draft)
+            check_not_empty(prompt, request)
             modality_to_s = media_seconds(draft.media)
             keep_prompt = ticket.take_prompt(len(prompt.token_ids), sum(modality_to_s.values()))
             terms = terms._replace(keep_prompt=keep_prompt)

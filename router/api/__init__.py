@@ -53,6 +53,7 @@ from router.api.embedding_request import (
     EmbeddedText,
     EmbeddingRequest,
     check_dimensions,
+    embedding_place,
     embeddings_answer,
     parse_embedding,
 )
@@ -125,6 +126,7 @@ __all__ = [
     "chosen_names",
     "completion",
     "describe_flaw",
+    "embedding_place",
     "embeddings_answer",
     "envelope",
     "error_event",

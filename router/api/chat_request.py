@@ -90,6 +90,10 @@ class ChatRequest(GenerationFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def prompt_place(self) -> str:
+        return "messages"
+
+    @property
     def has_media(self) -> bool:
         """Tells whether a message has a part that is not text. It looks at types only."""
         contents = (message.content for message in self.messages)
@@ -165,7 +169,7 @@ def check_context(num_prompt_tokens: int, fields: GenerationFields, max_model_le
         raise ContextLengthExceeded(
             f"this model's context is {max_model_len} tokens, but the prompt has {num_prompt_tokens}, and the answer "
             "needs at least one; shorten the prompt, or send fewer or smaller media",
-            param="messages" if isinstance(fields, ChatRequest) else "prompt",
+            param=fields.prompt_place,
         )
     wanted = fields.token_limit
     if wanted is not None and num_prompt_tokens + wanted > max_model_len:

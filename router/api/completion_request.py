@@ -6,9 +6,9 @@ prompt. The module checks shapes and ranges only; it does not know how many toke
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, PrivateAttr, field_validator
 
 from fabric.contracts import InvalidRequest, PromptOutputs
 from router.api.field_errors import shown
@@ -28,7 +28,7 @@ Prompts = str | list[int] | list[str] | list[list[int]]
 class CompletionRequest(GenerationFields):
     """A `CompletionRequest` holds the parameters of a completion that Weft honours."""
 
-    prompt: Annotated[Prompts, Field(min_length=1)]
+    prompt: Prompts
     max_tokens: int | None = Field(DEFAULT_MAX_TOKENS, ge=0)
     """Limits the generated tokens; 0 needs `echo`, and gives the prompt back with its log-probabilities."""
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
@@ -37,6 +37,7 @@ class CompletionRequest(GenerationFields):
     best_of: int | None = Field(None, ge=1)
     add_special_tokens: bool = True
     """Says whether the tokenizer puts its beginning of sequence ahead of a text (vLLM's extension)."""
+    _place: str = PrivateAttr("prompt")
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -55,11 +56,21 @@ class CompletionRequest(GenerationFields):
             return PromptOutputs(num_top_logprobs=max(self.logprobs or 0, self.prompt_logprobs or 0))
         return super().prompt_outputs
 
-    def each(self) -> list[CompletionRequest]:
+    def each(self) -> list[Self]:
         """Returns one request per prompt, in order."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self]
-        return [self.model_copy(update={"prompt": prompt}) for prompt in self.prompt]
+        return [self._only(index) for index in range(len(self.prompt))]
+
+    def _only(self, index: int) -> Self:
+        only = self.model_copy(update={"prompt": self.prompt[index]})
+        only._place = f"prompt.{index}"
+        return only
+
+    @property
+    def prompt_place(self) -> str:
+        """Returns where the prompt of a request with one prompt stands in the client's request."""
+        return self._place
 
     @property
     def text(self) -> str:
@@ -86,6 +97,8 @@ def check_prompts(value: object, name: str) -> object:
             raise ValueError(f"`{name}` must be {kinds}, but it holds {shown(each)}")
         if isinstance(each, list) and not each:
             raise ValueError(f"`{name}` holds an empty list, but each list of token ids needs at least one")
+        if isinstance(each, list) and (wrong := [inner for inner in each if type(inner) is not int]):
+            raise ValueError(f"`{name}` must be {kinds}, but a list in it holds {shown(wrong[0])}")
     return value
 
 

@@ -7,18 +7,19 @@ computed.
 from __future__ import annotations
 
 import base64
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fabric.contracts import InvalidRequest, PromptOutputs
 from router.api.answer_parts import Usage
 from router.api.chat_request import ChatRequest, check_chat
 from router.api.completion_request import MAX_TOKEN_VALUES, CompletionRequest, check_prompts
-from router.api.request_body import parse_body, refusal
+from router.api.request_body import parse_body, read_fields
 
 MAX_INPUTS = 2048
 """Limits the inputs of one request, as OpenAI does."""
@@ -78,28 +79,33 @@ class EmbeddingRequest(BaseModel):
         """Returns one request per input, in order. Raises InvalidRequest."""
         if (self.input is None) == (self.messages is None):
             raise InvalidRequest("a request must have either `input` or `messages`", param="input")
-        shared = {"model": self.model, "user": self.user, "priority": self.priority, "cache_salt": self.cache_salt}
+        shared: dict[str, object] = {
+            "model": self.model,
+            "user": self.user,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+        }
         shared |= {"pooling": pooling, "is_normalised": self.normalize}
-        try:
-            if self.input is None:
-                chosen = ("messages", "add_generation_prompt", "chat_template_kwargs")
-                chat = EmbeddedChat.model_validate(shared | {name: getattr(self, name) for name in chosen})
-                check_chat(chat)
-                return [chat]
-            is_one = isinstance(self.input, str) or isinstance(self.input[0], int)
-            prompts = [self.input] if is_one else self.input
-            if len(prompts) > MAX_INPUTS:
-                message = f"a request may have at most {MAX_INPUTS} inputs, not {len(prompts)}"
-                raise InvalidRequest(message, param="input")
-            shared |= {"max_tokens": 0, "add_special_tokens": self.add_special_tokens}
-            return [EmbeddedText.model_validate(shared | {"prompt": prompt}) for prompt in prompts]
-        except ValidationError as error:
-            raise refusal(error) from None
+        if self.input is None:
+            chosen = ("messages", "add_generation_prompt", "chat_template_kwargs")
+            chat = read_fields(EmbeddedChat, shared | {name: getattr(self, name) for name in chosen})
+            check_chat(chat)
+            return [chat]
+        shared |= {"max_tokens": 0, "add_special_tokens": self.add_special_tokens, "prompt": self.input}
+        texts = read_fields(EmbeddedText, shared).each()
+        if len(texts) > MAX_INPUTS:
+            raise InvalidRequest(f"a request may have at most {MAX_INPUTS} inputs, not {len(texts)}", param="input")
+        return [*texts]
 
 
 def parse_embedding(body: bytes) -> EmbeddingRequest:
     """Parses the body of a request. Raises InvalidRequest, whose `param` names the first offending field."""
     return parse_body(EmbeddingRequest, body, MAX_TOKEN_VALUES)
+
+
+def embedding_place(param: str) -> str:
+    """Returns the name of a field in a request for embeddings, whose inputs are prompts."""
+    return re.sub(r"^prompt(?=$|\.)", "input", param)
 
 
 def check_dimensions(request: EmbeddingRequest, hidden_size: int) -> None:

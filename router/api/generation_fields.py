@@ -98,7 +98,17 @@ class GenerationFields(BaseModel):
     @field_validator("stop", mode="before")
     @classmethod
     def _listed(cls, value: object) -> object:
+        if value is not None and not isinstance(value, str | list):
+            raise ValueError(f"`stop` must be a string or a list of strings, not {shown(value)}")
         return [value] if isinstance(value, str) else value
+
+    @field_validator("guided_json", mode="before")
+    @classmethod
+    def _check_guided_json(cls, value: object) -> object:
+        """Checks the schema before the union of its types is tried, whose errors would name every type."""
+        if value is not None and not isinstance(value, str | dict):
+            raise ValueError(f"`guided_json` must be a JSON schema, as an object or as its text, not {shown(value)}")
+        return value
 
     @property
     def token_limit(self) -> int | None:
@@ -124,6 +134,11 @@ class GenerationFields(BaseModel):
     def prompt_outputs(self) -> PromptOutputs:
         """Returns what is wanted of the prompt itself."""
         return PromptOutputs(num_top_logprobs=self.prompt_logprobs)
+
+    @property
+    def prompt_place(self) -> str:
+        """Returns where the prompt stands in the client's request."""
+        return "prompt"
 
     @property
     def has_media(self) -> bool:

@@ -1,5 +1,6 @@
 """Reads the JSON body of a request into a model of pydantic: `parse_body` counts the body's values before it parses,
-and turns what pydantic finds into a 400 that names the first offending field.
+and turns what pydantic finds into a 400 that names the first offending field. `read_fields` does the same for fields
+that were parsed before.
 
 The module knows nothing of what any field means.
 """
@@ -7,7 +8,9 @@ The module knows nothing of what any field means.
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 import numpy as np
 import numpy.typing as npt
@@ -29,21 +32,61 @@ def parse_body(kind: type[M], body: bytes, most_values: int = MAX_JSON_VALUES) -
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise refusal(error) from None
+        raise refusal(error, kind) from None
 
 
-def refusal(error: ValidationError) -> InvalidRequest:
-    """Returns the 400 for what pydantic has found first."""
+def read_fields(kind: type[M], fields: Mapping[str, object]) -> M:
+    """Returns the fields as a `kind`. Raises InvalidRequest, whose `param` names the first offending field."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        raise refusal(error, kind) from None
+
+
+def refusal(error: ValidationError, kind: type[BaseModel]) -> InvalidRequest:
+    """Returns the 400 for what pydantic has found first in the fields of a `kind`."""
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
-    param = ".".join(map(quoted, first["loc"])) or None
+    steps = list(steps_in(kind, first["loc"]))
+    param = ".".join(map(quoted, steps)) or None
+    if len(steps) < len(first["loc"]):
+        return InvalidRequest(f"`{param}` has none of the forms that it may have", param=param)
     if first["type"] == "missing":
         return InvalidRequest(f"`{param}` is required", param=param)
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"`{param}` is not supported by this server", param=param)
     first = error.errors(include_url=False)[0]  # The input of a missing field would be a copy of the whole body.
-    return InvalidRequest(describe_flaw(first, "the body" if param is None else f"`{param}`"), param=param)
+    sentence = describe_flaw(first, "the body" if param is None else f"`{param}`")
+    return InvalidRequest(sentence.replace("must be a mapping", "must be an object", 1), param=param)
+
+
+def steps_in(kind: type[BaseModel], location: Sequence[int | str]) -> Iterator[int | str]:
+    """Yields the steps of a location in the body of a `kind`, up to the first field that has one of several types. What
+    follows there is pydantic's name of a type, which means nothing to a client."""
+    of: Any = kind
+    for step in location:
+        of = only_type(of)
+        if isinstance(of, type) and issubclass(of, BaseModel):
+            field = of.model_fields.get(str(step))
+            of = None if field is None else field.annotation
+        elif get_origin(of) is list:
+            (of,) = get_args(of)
+        elif get_origin(of) is dict:
+            _, of = get_args(of)
+        else:
+            return
+        yield step
+
+
+def only_type(annotation: Any) -> Any:
+    """Returns the one type, besides null, that an annotation permits, or the annotation if it permits several."""
+    if get_origin(annotation) is Annotated:
+        return only_type(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        kinds = [each for each in get_args(annotation) if each is not type(None)]
+        return only_type(kinds[0]) if len(kinds) == 1 else annotation
+    return annotation
 
 
 def quoted(step: int | str) -> str:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from fabric.contracts import InvalidRequest
 from router.api.chat_request import ChatRequest, MediaKwargs, ReasoningEffort, check_chat
 from router.api.field_errors import shown
 from router.api.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
-from router.api.request_body import parse_body, refusal
+from router.api.request_body import parse_body, read_fields
+from router.api.tool_fields import RESPONSES_FORMS, explained_choice
 
 LOGPROBS = "message.output_text.logprobs"
 """Asks for log-probabilities, as an element of `include`."""
@@ -49,7 +50,7 @@ class ResponsesRequest(GenerationFields):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Annotated[str | dict[str, Any], explained_choice(RESPONSES_FORMS)] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
@@ -130,10 +131,7 @@ def parse_responses(body: bytes) -> ResponsesChat:
     }
     fields |= {"messages": messages} | _options(request)
     try:
-        chat = ChatRequest.model_validate(fields)
-    except ValidationError as error:
-        raise _in_request(refusal(error), places) from None
-    try:
+        chat = read_fields(ChatRequest, fields)
         check_chat(chat)
     except InvalidRequest as error:
         raise _in_request(error, places) from None
@@ -185,14 +183,10 @@ def _tool(tool: Mapping[str, Any], param: str) -> dict[str, Any]:
 def _tool_choice(choice: str | Mapping[str, Any] | None) -> object:
     if choice is None or isinstance(choice, str):
         return choice
-    if choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        named = [_tool_choice(each) for each in tools if isinstance(each, Mapping)] if isinstance(tools, list) else []
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
-    message = f"the type of `tool_choice` must be `function` or `allowed_tools`, not {shown(choice.get('type'))}"
-    raise InvalidRequest(message, param="tool_choice")
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    named = [_tool_choice(each) for each in choice["tools"]]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": named}}
 
 
 # ------------------------------------------------------------ the conversation

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from fabric.contracts import InvalidRequest
 from router.api.chat_request import ChatRequest, check_chat
 from router.api.completion_request import MAX_TOKEN_VALUES, CompletionRequest
-from router.api.request_body import parse_body, refusal
+from router.api.request_body import parse_body, read_fields
 
 
 class TokenizeRequest(BaseModel):
@@ -36,14 +36,11 @@ class TokenizeRequest(BaseModel):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("a request must have either `prompt` or `messages`", param="prompt")
         model = model_name if self.model is None else self.model
-        try:
-            if self.messages is None:
-                fields = {"model": model, "prompt": self.prompt, "add_special_tokens": self.add_special_tokens}
-                return CompletionRequest.model_validate(fields)
-            chosen = ("messages", "add_generation_prompt", "tools", "chat_template_kwargs")
-            chat = ChatRequest.model_validate({"model": model} | {name: getattr(self, name) for name in chosen})
-        except ValidationError as error:
-            raise refusal(error) from None
+        if self.messages is None:
+            fields = {"model": model, "prompt": self.prompt, "add_special_tokens": self.add_special_tokens}
+            return read_fields(CompletionRequest, fields)
+        chosen = ("messages", "add_generation_prompt", "tools", "chat_template_kwargs")
+        chat = read_fields(ChatRequest, {"model": model} | {name: getattr(self, name) for name in chosen})
         check_chat(chat)
         return chat
 

@@ -8,12 +8,14 @@ earlier messages made.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from fabric.contracts import InvalidRequest
+from router.api.field_errors import shown
+from router.api.request_body import read_fields
 
 MAX_TOOLS = 128
 """Limits the tools of a request, as OpenAI does."""
@@ -54,7 +56,7 @@ class NamedTool(_Tolerant):
 
 class AllowedTools(_Tolerant):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[NamedTool], FailFast(), Field(min_length=1)]
 
 
 class AllowedToolsChoice(_Tolerant):
@@ -64,7 +66,78 @@ class AllowedToolsChoice(_Tolerant):
     allowed_tools: AllowedTools
 
 
-ToolChoiceField = Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice
+class NamedToolOfResponse(_Tolerant):
+    """A `NamedToolOfResponse` is what `/v1/responses` takes as a `NamedTool`."""
+
+    type: Literal["function"]
+    name: ToolName
+
+
+class AllowedToolsOfResponse(_Tolerant):
+    """An `AllowedToolsOfResponse` is what `/v1/responses` takes as an `AllowedToolsChoice`."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedToolOfResponse], FailFast(), Field(min_length=1)]
+
+
+class ChoiceForm(NamedTuple):
+    """A `ChoiceForm` is a form that a `tool_choice` may have as an object."""
+
+    kind: type[BaseModel]
+    example: str
+
+
+CHAT_FORMS = {
+    "function": ChoiceForm(NamedTool, '`{"type": "function", "function": {"name": "NAME"}}`'),
+    "allowed_tools": ChoiceForm(
+        AllowedToolsChoice,
+        '`{"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [{"type": "function", "function":'
+        ' {"name": "NAME"}}]}}`',
+    ),
+}
+RESPONSES_FORMS = {
+    "function": ChoiceForm(NamedToolOfResponse, '`{"type": "function", "name": "NAME"}`'),
+    "allowed_tools": ChoiceForm(
+        AllowedToolsOfResponse,
+        '`{"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "NAME"}]}`',
+    ),
+}
+"""Maps each type of an object under `tool_choice` of a response to its form; `CHAT_FORMS` does so for a chat."""
+ChoiceWord = Literal["none", "auto", "required"]
+
+
+def explained_choice(type_to_form: Mapping[str, ChoiceForm]) -> BeforeValidator:
+    """Returns the check of a `tool_choice` that comes before the union of its types is tried: its message names the
+    accepted forms, where the errors of the union would name each of pydantic's types."""
+
+    def check(choice: object) -> object:
+        flaw = flaw_of_choice(choice, type_to_form)
+        if flaw is not None:
+            raise ValueError(flaw)
+        return choice
+
+    return BeforeValidator(check)
+
+
+def flaw_of_choice(choice: object, type_to_form: Mapping[str, ChoiceForm]) -> str | None:
+    """Returns what is wrong with a `tool_choice`, or None if nothing is."""
+    if choice is None or (isinstance(choice, str) and choice in get_args(ChoiceWord)):
+        return None
+    kind = choice.get("type") if isinstance(choice, Mapping) else None
+    form = type_to_form.get(kind) if isinstance(kind, str) else None
+    if form is None or not isinstance(choice, Mapping):
+        examples = " or ".join(each.example for each in type_to_form.values())
+        given = f"an object with the `type` {shown(kind)}" if isinstance(choice, Mapping) else shown(choice)
+        return f"`tool_choice` can't be {given}; it is `none`, `auto` or `required`, or an object such as {examples}"
+    try:
+        read_fields(form.kind, choice)
+    except InvalidRequest as error:
+        return f"a `tool_choice` of the type `{kind}` must be like {form.example}, in which {error.message}"
+    return None
+
+
+ToolChoiceField = Annotated[ChoiceWord | NamedTool | AllowedToolsChoice, explained_choice(CHAT_FORMS)]
 
 
 class CalledFunction(_Tolerant):

@@ -12,14 +12,13 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
-from pydantic import ValidationError
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from fabric.contracts import InvalidRequest
 from router.api.chat_request import ChatRequest
 from router.api.field_errors import shown
-from router.api.request_body import quoted, refusal
+from router.api.request_body import quoted, read_fields
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -82,10 +81,7 @@ def parse_transcription(body: bytes, content_type: str, instruction: str) -> Tra
     messages = [{"role": "user", "content": [sound, {"type": "text", "text": question}]}]
     options = {"temperature": _number(texts, "temperature", 0.0), "cache_salt": texts.get("cache_salt")}
     options |= {"logprobs": wants_logprobs}
-    try:
-        chat = ChatRequest.model_validate({"model": texts["model"], "messages": messages} | options)
-    except ValidationError as error:
-        raise refusal(error) from None
+    chat = read_fields(ChatRequest, {"model": texts["model"], "messages": messages, **options})
     is_streamed = _truth(texts, "stream")
     return Transcription(chat, cast(TranscriptFormat, form), texts.get("language", ""), is_streamed, wants_logprobs)
 

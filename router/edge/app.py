@@ -27,6 +27,7 @@ from router.api import (
     Usage,
     check_dimensions,
     check_model,
+    embedding_place,
     embeddings_answer,
     envelope,
     http_error,
@@ -472,11 +473,6 @@ def wants_page(request: Request) -> bool:
 
 def answer_page(request: Request, page: str) -> Response:
     return Response(page, headers=PAGE_HEADERS | echo(request))
-
-
-def embedding_place(param: str) -> str:
-    """Returns the name of a field in a request for embeddings, whose inputs are prompts."""
-    return "input" if param == "prompt" else param
 
 
 def windows(num_items: int, most: int) -> Iterator[tuple[int, int]]:

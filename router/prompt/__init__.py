@@ -10,7 +10,7 @@ media, and knows nothing of workers, encoders or routes.
 """
 
 from router.prompt.answer_formats import PLAIN, AnswerPlan, new_call_id
-from router.prompt.prompt_builder import Draft, Prompt, PromptBuilder, PromptRequest
+from router.prompt.prompt_builder import Draft, Prompt, PromptBuilder, PromptRequest, check_not_empty
 from router.prompt.request_media import NOTHING_LOST, ItemKey, Losses, MediumFile, media_seconds
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Prompt",
     "PromptBuilder",
     "PromptRequest",
+    "check_not_empty",
     "media_seconds",
     "new_call_id",
 ]

@@ -257,7 +257,7 @@ class PromptBuilder:
         check_generation(request, self._config, vocab_size)
         if isinstance(request, ChatRequest):
             return await self._read_chat(request, account)
-        check_token_ids(request.token_ids, vocab_size, self.family.shape.max_model_len)
+        check_token_ids(request.token_ids, vocab_size, self.family.shape.max_model_len, request.prompt_place)
         grammar = await self._compiled(self._completion_grammar, request) if request.is_structured else ""
         sampling = sampling_of(request, vocab_size, grammar)
         return Draft(request, (), (), self._config.video_options, sampling)
@@ -430,12 +430,12 @@ class PromptBuilder:
                 template_kwargs=self._formats.template_variables(request, draft.answer),
                 most_tokens=longest,
             )
-        token_ids = request.token_ids or self.codec.encode_text_prompt(
-            request.text, add_special_tokens=request.add_special_tokens, most_tokens=longest
+        return request.token_ids or self.codec.encode_text_prompt(
+            request.text,
+            add_special_tokens=request.add_special_tokens,
+            most_tokens=longest,
+            param=request.prompt_place,
         )
-        if not token_ids:
-            raise InvalidRequest("the prompt must have at least one token", param="prompt")
-        return token_ids
 
     def _messages(
         self, chat: ChatRequest, contents: Sequence[str | list[Part]], losses: Losses
@@ -489,6 +489,15 @@ def check_token_ids(token_ids: Sequence[int], vocab_size: int, longest: int, par
         unknown = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
         message = f"a token id of `{param}` must be one of 0 to {vocab_size - 1}, not {shown(unknown)}"
         raise InvalidRequest(message, param=param)
+
+
+def check_not_empty(prompt: Prompt, request: PromptRequest) -> None:
+    """Raises InvalidRequest if a prompt has no token, which a tokenizer makes of an empty text unless it adds one."""
+    if prompt.token_ids:
+        return
+    place = request.prompt_place
+    message = f"`{place}` is empty, and the model needs at least one token; its tokenizer adds none to an empty text"
+    raise InvalidRequest(message, param=place)
 
 
 def check_min_pixels(family: Family) -> None:

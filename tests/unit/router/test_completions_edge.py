@@ -9,6 +9,7 @@ from edge_client import events, served
 
 from deploy.testing import TINY_MODEL, FakeCluster, reply_text
 from fabric.contracts import EngineFailed, GenerateRequest
+from modalities.text.tokenizer_parts import AddedIds
 
 PATH = "/v1/completions"
 
@@ -105,7 +106,7 @@ async def test_each_prompt_takes_a_place_of_its_own() -> None:
 async def test_a_refused_prompt_ends_the_others() -> None:
     async with served(max_model_len=64) as (cluster, client):
         refused = await client.post(PATH, content=completion_body(["a", "b" * 100], max_tokens=1))
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt.1")
         assert cluster.service.admission.num_in_flight == 0
 
 
@@ -151,6 +152,8 @@ async def test_usage_comes_last_when_it_is_asked_for() -> None:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": [[1], ["a"]]}, "prompt"),
+        ({"prompt": [[1], [262]]}, "prompt.1"),
         ({"prompt": ["x"] * 65}, "prompt"),
         ({"prompt": [262]}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
@@ -169,6 +172,31 @@ async def test_bad_completions_are_named(fields: dict[str, object], param: str) 
         assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
         if param != "messages":  # A placeholder is refused where prompts meet media.
             assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("prompt", "place"), [("", "prompt"), ([""], "prompt.0"), (["a", ""], "prompt.1")])
+async def test_an_empty_prompt_is_refused_where_it_stands_if_the_tokenizer_adds_no_token(
+    prompt: object, place: str
+) -> None:
+    async with served() as (cluster, client):
+        refused = (await client.post(PATH, content=completion_body(prompt))).json()["error"]
+        assert (refused["param"], refused["code"]) == (place, "invalid_request")
+        assert refused["message"].startswith(f"`{place}` is empty, and the model needs at least one token")
+        assert cluster.service.admission.num_in_flight == 0
+
+
+@pytest.mark.parametrize("prompt", ["", [""]])
+async def test_an_empty_prompt_is_what_the_tokenizer_adds_to_it(
+    prompt: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with served() as (cluster, client):
+        monkeypatch.setattr(cluster.codec, "_added_ids", AddedIds((7,), ()))
+        answer = await client.post(PATH, content=completion_body(prompt))
+        assert answer.status_code == 200
+        (request,) = prompts_of(cluster)
+        assert request.token_ids == (7,)
+        refused = await client.post(PATH, content=completion_body(prompt, add_special_tokens=False))
+        assert refused.status_code == 400
 
 
 async def test_a_missing_prompt_is_named() -> None:

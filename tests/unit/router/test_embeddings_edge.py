@@ -77,7 +77,11 @@ async def test_a_cluster_without_embeddings_says_so() -> None:
     ("fields", "param"),
     [
         ({"input": []}, "input"),
-        ({"input": [""]}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": [""]}, "input.0"),
+        ({"input": ["a", ""]}, "input.1"),
+        ({"input": [[97], [262]]}, "input.1"),
+        ({"input": [[97], ["a"]]}, "input"),
         ({"input": ["a", 1]}, "input"),
         ({"input": ["a"] * 2049}, "input"),
         ({"input": None}, "input"),
@@ -92,6 +96,14 @@ async def test_bad_requests_for_embeddings_are_named(fields: dict[str, object], 
         response = await client.post(EMBEDDINGS, content=json.dumps({"model": TINY_MODEL} | fields))
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
         assert cluster.service.admission.num_in_flight == 0
+
+
+async def test_the_input_that_is_refused_is_named_beyond_those_that_are_computed_at_once() -> None:
+    async with served(embeddings="last") as (_, client):
+        refused = await client.post(EMBEDDINGS, content=embedding_body(["a"] * 40 + [""]))
+        error = refused.json()["error"]
+        assert error["param"] == "input.40"
+        assert error["message"].startswith("`input.40` is empty, and the model needs at least one token")
 
 
 # ---------------------------------------------------------------- These tests cover log-probabilities of prompts.

@@ -20,6 +20,14 @@ async def test_a_prompt_becomes_its_tokens() -> None:
         assert body["token_strs"][0] == "a"
 
 
+async def test_an_empty_prompt_has_no_tokens() -> None:
+    async with served() as (cluster, client):
+        answer = await client.post("/tokenize", content=json.dumps({"prompt": "", "return_token_strs": True}))
+        assert answer.status_code == 200
+        assert answer.json() == {"count": 0, "max_model_len": 2048, "tokens": [], "token_strs": []}
+        assert cluster.service.admission.num_in_flight == 0
+
+
 async def test_messages_become_the_tokens_of_the_whole_prompt() -> None:
     async with served() as (cluster, client):
         messages = [{"role": "user", "content": [image(), {"type": "text", "text": "?"}]}]
