@@ -119,9 +119,6 @@ class AnswerFormats:
             grammar = after_reasoning(grammar, plan.reasoning, plan.begins_inside, ids)
         return grammar
 
-    def shown_token_ids(self, plan: AnswerPlan) -> frozenset[int]:
-        """Returns the ids of the control tokens whose text the parser must see."""
-        return frozenset(self._special_token_ids(plan).values())
     def checked_grammar(self, plan: AnswerPlan, response: Grammar, limits: GrammarLimits) -> str:
         """Returns the grammar of an answer, which was compiled once. May take half a second. Raises InvalidRequest,
         which names the tool whose schema can't be used."""
@@ -134,6 +131,9 @@ class AnswerFormats:
             raise
         return grammar
 
+    def shown_token_ids(self, plan: AnswerPlan) -> frozenset[int]:
+        """Returns the ids of the control tokens whose text the parser must see."""
+        return frozenset(self._special_token_ids(plan).values())
 
     def _special_token_ids(self, plan: AnswerPlan) -> dict[str, int]:
         found = {token: self._codec.token_id(token) for token in plan.shown_tokens}
@@ -172,16 +172,6 @@ class AnswerFormats:
         return [{"role": "system", "content": instructions}, *written]
 
 
-def new_call_id(tools: ToolFormat | None) -> str:
-    """Returns a new id for a call. Mistral's templates take ids of nine letters and digits only."""
-    if tools is not None and tools.name == "mistral":
-        return "".join(secrets.choice(_CALL_ID_CHARS) for _ in range(9))
-    return f"call_{secrets.token_hex(12)}"
-
-
-def tool_choice(chat: ChatRequest) -> ToolChoice:
-    """Returns which calls a chat with tools allows or demands; without a word it allows all."""
-    names, choice = chosen_names(chat.tool_choice), chat.tool_choice
 def check_tools(chat: ChatRequest, limits: GrammarLimits) -> None:
     """Raises InvalidRequest for a tool whose schema is too large or too deep, or whose arguments are no object."""
     for index, tool in enumerate(chat.tools or ()):
@@ -199,6 +189,16 @@ def _parameters_place(index: int) -> str:
     return f"tools.{index}.function.parameters"
 
 
+def new_call_id(tools: ToolFormat | None) -> str:
+    """Returns a new id for a call. Mistral's templates take ids of nine letters and digits only."""
+    if tools is not None and tools.name == "mistral":
+        return "".join(secrets.choice(_CALL_ID_CHARS) for _ in range(9))
+    return f"call_{secrets.token_hex(12)}"
+
+
+def tool_choice(chat: ChatRequest) -> ToolChoice:
+    """Returns which calls a chat with tools allows or demands; without a word it allows all."""
+    names, choice = chosen_names(chat.tool_choice), chat.tool_choice
     if choice is None or isinstance(choice, str):
         return ToolChoice(choice or "auto")
     if choice.type == "function":
