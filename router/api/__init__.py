@@ -61,6 +61,7 @@ from router.api.field_errors import describe_flaw, shown
 from router.api.fixed_limits import FIXED_LIMITS
 from router.api.generation_fields import (
     GenerationFields,
+    TokenDetailFields,
     check_generation,
     check_model,
     model_not_found,
@@ -113,6 +114,7 @@ __all__ = [
     "TextOffset",
     "TextPart",
     "TokenBytes",
+    "TokenDetailFields",
     "TokenizeRequest",
     "ToolCall",
     "Transcription",

@@ -19,7 +19,13 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field
 from fabric.contracts import ContextLengthExceeded, InvalidRequest
 from modalities.family import MediaOptions
 from router.api.chat_message import TEXT_PART_TYPES, ChatMessage
-from router.api.generation_fields import INT64_MAX, MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
+from router.api.generation_fields import (
+    INT64_MAX,
+    MAX_TOP_LOGPROBS,
+    GenerationFields,
+    TokenDetailFields,
+    refuse_unsupported,
+)
 from router.api.request_body import parse_body
 from router.api.tool_fields import FunctionTool, ToolChoiceField, check_tools
 from router.router_config import RouterConfig
@@ -28,6 +34,7 @@ MAX_FRAMES = 16_384
 """Limits the work per item; the token budget thins frames out long before this limit."""
 Sampling = Literal["fps", "uniform", "keyframe"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
 
 
 class MediaKwargs(BaseModel):
@@ -52,7 +59,7 @@ class MediaKwargs(BaseModel):
     """Says whether the model gets the sound tracks of videos; by default it does if it can process sound."""
 
 
-class ChatRequest(GenerationFields):
+class ChatRequest(TokenDetailFields):
     """A `ChatRequest` holds the parameters of a chat completion that Weft honours."""
 
     messages: Annotated[list[ChatMessage], FailFast()] = Field(min_length=1)
@@ -69,6 +76,8 @@ class ChatRequest(GenerationFields):
     """Says whether an answer may hold several calls; OpenAI's default is that it may."""
     reasoning_effort: ReasoningEffort | None = None
     """Is a variable of the chat template, for models that read it; `none` also sets `enable_thinking` to false."""
+    verbosity: Verbosity | None = None
+    """Is tolerated: a hint that changes nothing."""
     include_reasoning: bool | None = None
     """Says whether an answer holds the model's reasoning (vLLM's extension); by default it does."""
     chat_template_kwargs: dict[str, Any] | None = None

@@ -12,7 +12,7 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from fabric.contracts import InvalidRequest, PromptOutputs
 from router.api.field_errors import shown
-from router.api.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
+from router.api.generation_fields import MAX_TOP_LOGPROBS, TokenDetailFields, refuse_unsupported
 from router.api.request_body import parse_body
 
 MAX_PROMPTS = 64
@@ -25,7 +25,7 @@ Prompt = str | list[int]
 Prompts = str | list[int] | list[str] | list[list[int]]
 
 
-class CompletionRequest(GenerationFields):
+class CompletionRequest(TokenDetailFields):
     """A `CompletionRequest` holds the parameters of a completion that Weft honours."""
 
     prompt: Prompts

@@ -1,5 +1,6 @@
 """Defines the parameters that every endpoint which generates text takes: `GenerationFields`, from which the requests of
-single endpoints derive. Names and bounds are OpenAI's, and vLLM's where OpenAI has none.
+single endpoints derive, and `TokenDetailFields`, which adds what only some of them take. Names and bounds are OpenAI's,
+and vLLM's where OpenAI has none.
 
 `check_generation` refuses what only the router's configuration and the model know to be out of range, and
 `refuse_unsupported` refuses parameters that would change the output and that Weft can't honour. Other unknown fields
@@ -88,12 +89,6 @@ class GenerationFields(BaseModel):
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str] | None, FailFast()] = None
-    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    """Asks for the log-probabilities of the prompt's tokens, and of this many most probable ones at each position
-    (vLLM's extension). The prefix cache is then not used."""
-    return_token_ids: bool | None = None
-    """This is vLLM's extension: it adds `prompt_token_ids` next to the choices, and `token_ids` in each choice (in each
-    chunk, when streamed)."""
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -133,7 +128,7 @@ class GenerationFields(BaseModel):
     @property
     def prompt_outputs(self) -> PromptOutputs:
         """Returns what is wanted of the prompt itself."""
-        return PromptOutputs(num_top_logprobs=self.prompt_logprobs)
+        return PromptOutputs()
 
     @property
     def prompt_place(self) -> str:
@@ -169,6 +164,21 @@ class GenerationFields(BaseModel):
         return [*listed, f"and {num_more} more"] if num_more else listed
 
 
+class TokenDetailFields(GenerationFields):
+    """Adds the parameters of endpoints whose answers may have more of the tokens than their text."""
+
+    prompt_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    """Asks for the log-probabilities of the prompt's tokens, and of this many most probable ones at each position
+    (vLLM's extension). The prefix cache is then not used."""
+    return_token_ids: bool | None = None
+    """This is vLLM's extension: it adds `prompt_token_ids` next to the choices, and `token_ids` in each choice (in each
+    chunk, when streamed)."""
+
+    @property
+    def prompt_outputs(self) -> PromptOutputs:
+        return PromptOutputs(num_top_logprobs=self.prompt_logprobs)
+
+
 # ------------------------------------------------------------ limits
 
 
@@ -181,7 +191,7 @@ def check_generation(fields: GenerationFields, config: RouterConfig, vocab_size:
         raise InvalidRequest(
             f"`priority` must be at least {config.min_priority}, not {fields.priority}", param="priority"
         )
-    if fields.stream and fields.prompt_logprobs is not None:
+    if fields.stream and isinstance(fields, TokenDetailFields) and fields.prompt_logprobs is not None:
         raise InvalidRequest("`prompt_logprobs` can't be streamed; leave out `stream`", param="prompt_logprobs")
     _check_stops(fields, config, vocab_size)
 
@@ -249,7 +259,6 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "modalities": _is_text_only,
     "audio": _is_empty,
     "prediction": _is_empty,
-    "verbosity": _equals("medium"),
     "web_search_options": _is_empty,
     # These parameters are vLLM's.
     "length_penalty": _equals(1),
@@ -269,6 +278,8 @@ PARAM_TO_NEUTRAL: dict[str, Neutral] = {
     "media_io_kwargs": _is_empty,
     "logits_processors": _is_empty,
     "guided_grammar": _is_empty,
+    "prompt_logprobs": _equals(),
+    "return_token_ids": _is(False),
 }
 """Maps each parameter that is not supported to a test for the values that ask for what happens anyway; other values are
 refused. A request whose class has a field of this name honours the parameter."""

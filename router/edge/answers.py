@@ -22,11 +22,11 @@ from router.api import (
     CompletionChunkWriter,
     CompletionRequest,
     CompletionText,
-    GenerationFields,
     Head,
     ScoredToken,
     TextOffset,
     TokenBytes,
+    TokenDetailFields,
     Usage,
     completion,
     error_event,
@@ -69,7 +69,7 @@ class FreshTokens:
     """A `FreshTokens` gives out the tokens of one answer, each once per choice, if the client asked for their ids or
     log-probabilities."""
 
-    def __init__(self, source: JoinedStreams, request: GenerationFields) -> None:
+    def __init__(self, source: JoinedStreams, request: TokenDetailFields) -> None:
         self.has_ids = bool(request.return_token_ids)
         self.has_logprobs = request.num_top_logprobs is not None
         self.is_wanted = self.has_ids or self.has_logprobs

@@ -250,7 +250,14 @@ def test_asking_for_what_happens_anyway_is_accepted(name: str, value: object) ->
     assert name in parse(**{name: value}).ignored_fields
 
 
-@pytest.mark.parametrize("name", sorted(PARAM_TO_NEUTRAL))
+def test_a_hint_of_verbosity_is_tolerated() -> None:
+    for word in ("low", "medium", "high", None):
+        assert parse(verbosity=word).verbosity == word
+    with pytest.raises(InvalidRequest, match=r"^`verbosity` must be 'low', 'medium' or 'high', not "):
+        parse(verbosity="bogus")
+
+
+@pytest.mark.parametrize("name", sorted(PARAM_TO_NEUTRAL.keys() - ChatRequest.model_fields.keys()))
 def test_null_is_neutral_everywhere(name: str) -> None:
     assert name in parse(**{name: None}).ignored_fields
 

@@ -61,13 +61,15 @@ async def test_every_get_without_a_name_is_answered_as_the_document_says() -> No
         assert [path for path, status in statuses.items() if status != 200] == ["/weft/requests/{request_id}"]
 
 
-DETAILS = {"seed": 7, "return_token_ids": True, "weft": {"explain": True}, "max_tokens": 8}
+DETAILS: dict[str, Any] = {"seed": 7, "weft": {"explain": True}, "max_tokens": 8}
+WITH_IDS: dict[str, Any] = {"return_token_ids": True}
+IMAGE_CHAT = [{"role": "user", "content": [image()]}]
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 BODIES: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": [{"role": "user", "content": [image()]}], "logprobs": True, "top_logprobs": 3, "n": 2}),
-    (CHAT, {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}),
-    (COMPLETIONS, {"prompt": ["one", "two"], "logprobs": 2}),
-    (COMPLETIONS, {"prompt": "one", "logprobs": 0}),
+    (CHAT, WITH_IDS | {"messages": IMAGE_CHAT, "logprobs": True, "top_logprobs": 3, "n": 2}),
+    (CHAT, WITH_IDS | {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}),
+    (COMPLETIONS, WITH_IDS | {"prompt": ["one", "two"], "logprobs": 2}),
+    (COMPLETIONS, WITH_IDS | {"prompt": "one", "logprobs": 0}),
     (RESPONSES, {"input": "hi", "top_logprobs": 2, "max_output_tokens": 8}),
     (RESPONSES, {"input": "hi", "tools": [{"type": "function", **TOOLS[0]["function"]}]}),
 ]
