@@ -168,7 +168,7 @@ def video_options(defaults: MediaOptions, kwargs: MediaKwargs | None) -> MediaOp
 def check_messages(chat: ChatRequest, config: RouterConfig) -> None:
     """Raises InvalidRequest if the request has too many messages."""
     if len(chat.messages) > config.max_messages:
-        message = f"a request may have at most {config.max_messages} messages, not {len(chat.messages)}"
+        message = f"`messages` may have at most {config.max_messages} elements, not {len(chat.messages)}"
         raise InvalidRequest(message, param="messages")
 
 

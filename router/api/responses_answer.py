@@ -203,7 +203,7 @@ def _echo(request: ResponsesRequest) -> dict[str, Any]:
         "tools": request.tools or [],
         "top_logprobs": request.top_logprobs or 0,
         "top_p": 1.0 if request.top_p is None else request.top_p,
-        "truncation": request.truncation or "disabled",
+        "truncation": "disabled",
         "usage": None,
         "user": request.user,
     }

@@ -1,20 +1,19 @@
 """Defines the request of `/v1/responses`, and turns it into a chat request (`chat_of_responses`).
 
-Weft keeps no responses: each request carries its whole conversation. `places_of_input` maps the places of errors in the
-chat back to the places in the request. The module checks shapes only; `check_chat` and the rest of the chat's path
+Weft keeps no responses: each request carries its whole conversation. `place_in_request` maps the places of errors in
+the chat back to the places in the request. The module checks shapes only; `check_chat` and the rest of the chat's path
 check what the fields mean.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator
 
 from fabric.contracts import InvalidRequest
-from router.api.chat_request import ChatRequest, MediaKwargs, ReasoningEffort, check_chat
+from router.api.chat_request import ChatRequest, MediaKwargs, ReasoningEffort, Verbosity, check_chat
 from router.api.field_errors import shown
 from router.api.generation_fields import MAX_TOP_LOGPROBS, GenerationFields, refuse_unsupported
 from router.api.request_body import parse_body, read_fields
@@ -22,6 +21,19 @@ from router.api.tool_fields import RESPONSES_FORMS, explained_choice
 
 LOGPROBS = "message.output_text.logprobs"
 """Asks for log-probabilities, as an element of `include`."""
+Includable = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+    "reasoning.encrypted_content",
+    "message.output_text.logprobs",
+]
+"""Is what OpenAI's clients may put into `include`."""
+FORMATS = ("text", "json_object", "json_schema")
+"""Are the types of `text.format`."""
 _STATEFUL = ("previous_response_id", "conversation", "prompt")
 _TEXT_TYPES = ("input_text", "output_text", "text")
 _CHAT_PART_TYPES = ("image_url", "image_embeds", "video_url", "audio_url", "input_audio", "file")
@@ -33,13 +45,14 @@ class _LooseOptions(BaseModel):
 
 class ReasoningOptions(_LooseOptions):
     effort: ReasoningEffort | None = None
-    summary: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
     """Is tolerated: the whole reasoning is in the answer."""
 
 
 class TextOptions(_LooseOptions):
     format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    verbosity: Verbosity | None = None
+    """Is tolerated: a hint that changes nothing."""
 
 
 class ResponsesRequest(GenerationFields):
@@ -54,9 +67,13 @@ class ResponsesRequest(GenerationFields):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    include: list[str] | None = None
+    include: Annotated[list[Includable] | None, FailFast()] = None
+    """Asks for log-probabilities with `message.output_text.logprobs`. The other values ask for parts that no response
+    has here, and change nothing."""
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     truncation: Literal["auto", "disabled"] | None = None
+    """Is tolerated: no item of the input is dropped. An input that does not fit is answered 400 with `auto` too, and
+    the response says `disabled`."""
     metadata: dict[str, str] | None = None
     background: bool | None = None
     store: bool | None = None
@@ -82,34 +99,23 @@ class ResponsesChat(NamedTuple):
 
     request: ResponsesRequest
     chat: ChatRequest
-    message_to_place: tuple[str, ...]
-    """Holds, for each message of the chat, the field of the request from which it comes."""
+    chat_to_place: Mapping[str, str]
+    """Maps fields of the chat to those of the request from which they come (see `place_in_request`)."""
 
     def place(self, text: str) -> str:
         """Returns the name of a field of the chat as the request has it."""
-        return place_in_request(text, self.message_to_place)
+        return place_in_request(text, self.chat_to_place)
 
 
-FIELD_TO_NAME = {
-    "max_completion_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format.json_schema.schema": "text.format.schema",
-    "response_format.type": "text.format.type",
-}
-"""Maps fields of a chat to those of a request for a response."""
-
-
-def place_in_request(param: str, message_to_place: Sequence[str]) -> str:
-    """Returns the name of a field of the chat as the request has it."""
-    if param in FIELD_TO_NAME:
-        return FIELD_TO_NAME[param]
-    tool = re.fullmatch(r"(tools\.\d+)\.function(.*)", param, re.DOTALL)
-    if tool is not None:
-        return tool[1] + tool[2]
-    message = re.match(r"messages\.(\d+)", param)
-    if message is None or int(message[1]) >= len(message_to_place):
-        return param
-    return message_to_place[int(message[1])] + param[message.end() :]
+def place_in_request(param: str, chat_to_place: Mapping[str, str]) -> str:
+    """Returns the name of a field of the chat as the request has it. The longest beginning of the name that the map has
+    is replaced."""
+    steps = param.split(".")
+    for end in range(len(steps), 0, -1):
+        place = chat_to_place.get(".".join(steps[:end]))
+        if place is not None:
+            return ".".join([place, *steps[end:]])
+    return param
 
 
 def parse_responses(body: bytes) -> ResponsesChat:
@@ -125,11 +131,12 @@ def parse_responses(body: bytes) -> ResponsesChat:
         raise InvalidRequest("`background` is not supported by this server", param="background")
     if request.num_choices > 1:
         raise InvalidRequest(f"a response has one choice, so `n` must be 1, not {request.n}", param="n")
-    messages, places = _messages(request)
+    conversation = _conversation(request)
+    places = _places_of_options(request) | conversation.chat_to_place
     fields: dict[str, object] = {
         name: value for name in GenerationFields.model_fields if (value := getattr(request, name)) is not None
     }
-    fields |= {"messages": messages} | _options(request)
+    fields |= {"messages": conversation.messages} | _options(request)
     try:
         chat = read_fields(ChatRequest, fields)
         check_chat(chat)
@@ -138,7 +145,7 @@ def parse_responses(body: bytes) -> ResponsesChat:
     return ResponsesChat(request, chat, places)
 
 
-def _in_request(error: InvalidRequest, places: Sequence[str]) -> InvalidRequest:
+def _in_request(error: InvalidRequest, places: Mapping[str, str]) -> InvalidRequest:
     if error.param is None:
         return error
     param = place_in_request(error.param, places)
@@ -164,10 +171,28 @@ def _options(request: ResponsesRequest) -> dict[str, object]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def _places_of_options(request: ResponsesRequest) -> dict[str, str]:
+    """Maps the fields of `_options` to those of the request from which they come."""
+    places = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort"}
+    places |= {f"tools.{index}.function": f"tools.{index}" for index in range(len(request.tools or ()))}
+    if request.text is not None and request.text.format is not None:
+        places |= dict.fromkeys(("response_format", "response_format.json_schema"), "text.format")
+    return places
+
+
 def _response_format(request: ResponsesRequest) -> dict[str, Any] | None:
     form = None if request.text is None else request.text.format
-    if form is None or form.get("type") != "json_schema":
-        return request.response_format if form is None else form
+    if form is None:
+        return request.response_format
+    if request.response_format is not None:
+        message = "`text.format` and `response_format` exclude each other; send one of them"
+        raise InvalidRequest(message, param="response_format")
+    if form.get("type") not in FORMATS:
+        known = "`text`, `json_object` or `json_schema`"
+        message = f"`text.format.type` must be {known}, not {shown(form.get('type'))}"
+        raise InvalidRequest(message, param="text.format.type")
+    if form["type"] != "json_schema":
+        return form
     return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type"}}
 
 
@@ -193,19 +218,20 @@ def _tool_choice(choice: str | Mapping[str, Any] | None) -> object:
 
 
 class _Conversation:
-    """Collects the messages of a chat, and the place in the request from which each comes."""
+    """Collects the messages of a chat, and the fields of the request from which they come."""
 
     def __init__(self) -> None:
         self.messages: list[dict[str, Any]] = []
-        self.places: list[str] = []
+        self.chat_to_place: dict[str, str] = {}
         self._reasoning = ""
 
     def add(self, message: dict[str, Any], place: str) -> None:
+        """Adds a message that comes from the field `place`."""
         if self._reasoning and message["role"] == "assistant":
             message = {"reasoning_content": self._reasoning} | message
         self._reasoning = ""
+        self.chat_to_place[f"messages.{len(self.messages)}"] = place
         self.messages.append(message)
-        self.places.append(place)
 
     def add_reasoning(self, text: str) -> None:
         """Adds what the assistant thought before its next message."""
@@ -215,34 +241,81 @@ class _Conversation:
         """Adds a call to the assistant's latest message, or as a message of its own."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
             self.add({"role": "assistant", "content": None}, place)
-        self.messages[-1].setdefault("tool_calls", []).append(call)
+        calls = self.messages[-1].setdefault("tool_calls", [])
+        path = f"messages.{len(self.messages) - 1}.tool_calls.{len(calls)}"
+        self.chat_to_place |= dict.fromkeys((path, f"{path}.function"), place)
+        calls.append(call)
+
+    def content(self, content: object, place: str) -> object:
+        """Returns what the field `place` holds as the content of the next message."""
+        path = f"messages.{len(self.messages)}.content"
+        self.chat_to_place[path] = place
+        if not isinstance(content, list):
+            return content
+        return [self._part(part, f"{path}.{index}", f"{place}.{index}") for index, part in enumerate(content)]
+
+    def _part(self, part: object, path: str, place: str) -> Mapping[str, Any]:
+        if not isinstance(part, Mapping):
+            raise InvalidRequest(f"a content part must be an object, not {shown(part)}", param=place)
+        kind = part.get("type")
+        if kind in _TEXT_TYPES:
+            if not isinstance(part.get("text"), str):
+                message = f"a part of the type `{kind}` needs a string under `text`, not {shown(part.get('text'))}"
+                raise InvalidRequest(message, param=place)
+            return {"type": "text", "text": part["text"]}
+        if kind == "refusal" or kind in _CHAT_PART_TYPES:
+            return part
+        if kind == "input_image":
+            self.chat_to_place |= {f"{path}.image_url": place, f"{path}.image_url.url": f"{place}.image_url"}
+            return _image_part(part, place)
+        if kind == "input_file":
+            self.chat_to_place[f"{path}.file"] = place
+            names = ("file_data", "file_url", "file_id", "filename")
+            return _named(part) | {"type": "file", "file": {key: part[key] for key in names if part.get(key)}}
+        known = ", ".join(("input_text", "input_image", "input_file", *_CHAT_PART_TYPES))
+        raise InvalidRequest(f"the content part type {shown(kind)} is unknown; known types are {known}", param=place)
 
 
-def _messages(request: ResponsesRequest) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Returns the messages of the chat, and the place in the request of each."""
+def _image_part(part: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """Returns a picture in the form of a chat. It may have only the name of one that was sent before."""
+    url = part.get("image_url")
+    if url is None and (part.get("file_id") or part.get("uuid") is None):
+        raise InvalidRequest("`image_url` is required; this server keeps no files", param=f"{place}.image_url")
+    described = {"detail": part.get("detail"), "url": url}
+    content = {key: value for key, value in described.items() if value is not None}
+    return _named(part) | {"type": "image_url", "image_url": content}
+
+
+def _named(part: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: part[key] for key in ("uuid",) if key in part}
+
+
+def _conversation(request: ResponsesRequest) -> _Conversation:
     conversation = _Conversation()
     if request.instructions:
-        conversation.add({"role": "system", "content": request.instructions}, "instructions")
+        content = conversation.content(request.instructions, "instructions")
+        conversation.add({"role": "system", "content": content}, "instructions")
     if isinstance(request.input, str):
-        conversation.add({"role": "user", "content": request.input}, "input")
+        conversation.add({"role": "user", "content": conversation.content(request.input, "input")}, "input")
     else:
         for index, item in enumerate(request.input):
             _add_item(conversation, item, f"input.{index}")
     if not conversation.messages:
         raise InvalidRequest("`input` must have at least one item", param="input")
-    return conversation.messages, tuple(conversation.places)
+    return conversation
 
 
 def _add_item(conversation: _Conversation, item: Mapping[str, Any], place: str) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        conversation.add({"role": item.get("role"), "content": _content(item.get("content"), place)}, place)
+        content = conversation.content(item.get("content"), f"{place}.content")
+        conversation.add({"role": item.get("role"), "content": content}, place)
     elif kind == "function_call":
         function = {"name": _text(item, "name", place), "arguments": _text(item, "arguments", place)}
         conversation.add_call({"id": _text(item, "call_id", place), "type": "function", "function": function}, place)
     elif kind == "function_call_output":
-        content = _content(item.get("output"), place, "output")
         call_id = _text(item, "call_id", place)
+        content = conversation.content(item.get("output"), f"{place}.output")
         conversation.add({"role": "tool", "tool_call_id": call_id, "content": content}, place)
     elif kind == "reasoning":
         parts = item.get("content") or []
@@ -259,33 +332,3 @@ def _text(item: Mapping[str, Any], name: str, place: str) -> str:
     if not isinstance(value, str):
         raise InvalidRequest(f"`{place}.{name}` must be a string, not {shown(value)}", param=f"{place}.{name}")
     return value
-
-
-def _content(content: object, place: str, name: str = "content") -> object:
-    """Returns the content of a message in the form of a chat."""
-    if not isinstance(content, Sequence) or isinstance(content, str):
-        return content
-    return [_part(part, f"{place}.{name}.{index}") for index, part in enumerate(content)]
-
-
-def _part(part: object, place: str) -> object:
-    if not isinstance(part, Mapping):
-        raise InvalidRequest(f"a content part must be an object, not {shown(part)}", param=place)
-    kind = part.get("type")
-    if kind in _TEXT_TYPES:
-        return {"type": "text", "text": part.get("text")}
-    if kind == "refusal" or kind in _CHAT_PART_TYPES:
-        return part
-    named = {key: part[key] for key in ("uuid",) if key in part}
-    if kind == "input_image":
-        if part.get("image_url") is None:
-            raise InvalidRequest("`image_url` is required; this server keeps no files", param=f"{place}.image_url")
-        return named | {
-            "type": "image_url",
-            "image_url": {key: part[key] for key in ("detail",) if part.get(key)} | {"url": part["image_url"]},
-        }
-    if kind == "input_file":
-        file = {key: part[key] for key in ("file_data", "file_url", "file_id", "filename") if part.get(key)}
-        return named | {"type": "file", "file": file}
-    known = ", ".join(("input_text", "input_image", "input_file", *_CHAT_PART_TYPES))
-    raise InvalidRequest(f"the content part type {shown(kind)} is unknown; known types are {known}", param=place)

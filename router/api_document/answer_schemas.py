@@ -198,7 +198,7 @@ def _response_fields() -> dict[str, Schema]:
         "tools": array(OPEN),
         "top_logprobs": COUNT,
         "top_p": NUMBER,
-        "truncation": one_of_values("auto", "disabled"),
+        "truncation": const("disabled"),
         "usage": nullable(ref("ResponseUsage")),
         "user": maybe_text,
     }

@@ -88,6 +88,7 @@ UUID: Schema = {
     "maxLength": 256,
     "description": "The client's own name for the medium; later requests may send the name alone.",
 }
+IMAGE_DETAILS = ["auto", "low", "high", "original", None]
 MODALITY_TO_NOUN = {"image": "picture", "audio": "sound", "video": "video"}
 
 
@@ -213,7 +214,7 @@ def _features_part() -> Schema:
 def _source(modality: str) -> Schema:
     """Returns the schema of what names a medium: a URL, alone or with further fields."""
     url = {"type": ["string", "null"], "description": "A `data:` URL, or `https:` where the operator allows it."}
-    details = ["auto", "low", "high", "original", None] if modality == "image" else ["auto", "high", "original", None]
+    details = [each for each in IMAGE_DETAILS if each != "low" or modality == "image"]
     fields = {"url": url, "detail": {"enum": details}, "uuid": UUID}
     return {"anyOf": [{"type": "string"}, {"type": "object", "properties": fields}, {"type": "null"}]}
 
@@ -228,12 +229,23 @@ def _part(part_type: str, content: Mapping[str, Schema], description: str) -> Sc
     }
 
 
+def _input_media() -> list[Schema]:
+    """Returns the schemas of the parts that only the input of a response may have."""
+    text = {"type": ["string", "null"]}
+    url = text | {"description": "A `data:` URL, or `https:` where the operator allows it."}
+    image = {"image_url": url, "detail": {"enum": IMAGE_DETAILS}, "uuid": UUID}
+    file = {"file_data": text, "file_url": text, "filename": text, "uuid": UUID}
+    return [
+        {"type": "object", "required": ["type"], "properties": {"type": {"const": kind}} | fields}
+        for kind, fields in (("input_image", image), ("input_file", file))
+    ]
+
+
 def input_item(parts: Collection[str]) -> Schema:
     """Returns the schema of one item of the input of a response."""
     texts: Schema = {"type": "object", "required": ["type", "text"], "properties": {"text": {"type": "string"}}}
     texts["properties"]["type"] = {"enum": ["input_text", "output_text", "text"]}
-    own = {"type": "object", "required": ["type"], "properties": {"type": {"enum": ["input_image", "input_file"]}}}
-    kinds = [texts, own, *(ref(name) for name in parts if name != "TextPart")]
+    kinds = [texts, *_input_media(), *(ref(name) for name in parts if name != "TextPart")]
     content = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": kinds}}, {"type": "null"}]}
     types = ["message", "function_call", "function_call_output", "reasoning"]
     return {

@@ -243,6 +243,14 @@ async def test_only_what_is_served_is_described() -> None:
         assert description.flaws("post", "/v1/embeddings", refused) == []
 
 
+def test_requests_have_only_fields_that_take_effect() -> None:
+    schemas = api_document(ServedApi("m", ("image",), True, True, "1"))["components"]["schemas"]
+    names = ("ChatRequest", "CompletionRequest", "ResponsesRequest")
+    detailed = {"prompt_logprobs", "return_token_ids"}
+    assert [detailed & schemas[name]["properties"].keys() for name in names] == [detailed, detailed, set()]
+    assert schemas["Response"]["properties"]["truncation"] == {"const": "disabled"}
+
+
 def test_every_reference_leads_somewhere_and_the_document_is_not_large() -> None:
     document = api_document(ServedApi("m", ("audio", "image", "video"), True, True, "1"))
     text = json.dumps(document)

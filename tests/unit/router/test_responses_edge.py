@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+import re
+from typing import Any, get_args
 
 import httpx
 import pytest
 from edge_client import served
-from openai.types.responses import Response, ResponseStreamEvent
+from openai.types.responses import Response, ResponseIncludable, ResponseStreamEvent
 from pydantic import TypeAdapter
 from router_chats import image
 from tool_samples import CALL, CITY, THINKING
@@ -236,12 +237,102 @@ async def test_log_probabilities_are_those_of_the_text_beside_reasoning_and_call
         ({"tool_choice": {"type": "mcp"}}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "json_object"}}, "response_format": {"type": "text"}}, "response_format"),
+        ({"text": {"verbosity": "bogus"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "bogus"}}, "reasoning.summary"),
+        ({"include": ["bogus"]}, "include.0"),
+        ({"truncation": "bogus"}, "truncation"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"return_token_ids": True}, "return_token_ids"),
     ],
 )
 async def test_bad_requests_for_responses_are_named(fields: dict[str, object], param: str) -> None:
     async with served() as (_, client):
         response = await client.post(PATH, content=asked(**({"content": fields.pop("input", "hello")} | fields)))
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def user(*parts: object) -> list[object]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+OUTPUT = {"type": "function_call_output", "call_id": "c"}
+CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+PICTURE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"input": [OUTPUT]}, "input.0.output", "`input.0.output` must be a string or a non-empty array"),
+        ({"input": [OUTPUT | {"output": {"a": 1}}]}, "input.0.output", "`input.0.output` must be .* not an object"),
+        ({"input": [OUTPUT | {"output": []}]}, "input.0.output", "`input.0.output` must be .* not an empty array"),
+        ({"input": [OUTPUT | {"output": [7]}]}, "input.0.output.0", "not 7"),
+        ({"input": [{"role": "user", "content": 7}]}, "input.0.content", "`input.0.content` must be a string"),
+        ({"input": user({"type": "input_text"})}, "input.0.content.0", "`input_text` needs a string under `text`"),
+        ({"input": user(PICTURE | {"detail": "bogus"})}, "input.0.content.0.detail", "`auto`, `low`, `high` or"),
+        ({"input": user(PICTURE | {"uuid": ""})}, "input.0.content.0.uuid", "1 to 256 characters"),
+        ({"input": user({"type": "input_file", "file_id": "f"})}, "input.0.content.0.file_id", "keeps no files"),
+        ({"input": user({"type": "input_file"})}, "input.0.content.0.file_data", "needs its content"),
+        ({"input": [CALLED | {"name": 7}]}, "input.0.name", "`input.0.name` must be a string"),
+        ({"text": {"format": {"type": "bogus"}}}, "text.format.type", '`text.format.type` must be .* not "bogus"'),
+        ({"text": {"format": {}}}, "text.format.type", "`text.format.type` must be .* not null"),
+        ({"input": [{"role": "user", "content": "a"}] * 9}, "input", "`input` may have at most 8 elements, not 9"),
+    ],
+)
+async def test_a_refusal_has_the_words_of_the_request(fields: dict[str, Any], param: str, words: str) -> None:
+    async with served(max_messages=8) as (_, client):
+        response = await client.post(PATH, content=asked(fields.pop("input", "hello"), **fields))
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param)
+        assert re.search(words, error["message"]), error["message"]
+        assert "messages" not in error["message"]
+        assert "response_format" not in error["message"]
+
+
+async def test_hints_that_change_nothing_are_taken() -> None:
+    included = list(get_args(ResponseIncludable))
+    async with served() as (_, client):
+        for verbosity in ("low", "medium", "high"):
+            whole = await answered(client, asked(include=included, text={"verbosity": verbosity}))
+            assert whole.text is not None
+            assert whole.text.verbosity == verbosity
+
+
+async def test_no_response_says_that_its_input_may_be_truncated() -> None:
+    async with served() as (_, client):
+        whole = await answered(client, asked(truncation="auto"))
+        assert whole.truncation == "disabled"
+        refused = await client.post(PATH, content=asked("long " * 100_000, truncation="auto"))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_pictures_of_a_response_have_a_detail() -> None:
+    async with served() as (cluster, client):
+        picture: Any = image()
+        for detail in ("high", "original"):
+            part = {"type": "input_image", "image_url": picture["image_url"]["url"], "detail": detail}
+            await answered(client, asked(user(part)))
+        high, original = (request.media for request in cluster.workers[0].requests)
+        assert high == original
+
+
+async def test_a_name_stands_for_a_medium_of_an_earlier_response() -> None:
+    async with served() as (cluster, client):
+        picture: Any = image()
+        url = picture["image_url"]["url"]
+        for part in (
+            {"type": "input_image", "image_url": url},
+            {"type": "input_image"},
+            {"type": "input_image", "image_url": None, "detail": "auto"},
+            {"type": "input_file"},
+            {"type": "input_file", "filename": "a.png"},
+        ):
+            await answered(client, asked(user(part | {"uuid": "f9"})))
+        first, *others = (request.media for request in cluster.workers[0].requests)
+        assert [other == first for other in others] == [True] * 4
+        refused = await client.post(PATH, content=asked(user({"type": "input_image", "uuid": "f8"})))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input.0.content.0")
 
 
 async def test_an_error_about_a_medium_names_its_place_in_the_input() -> None:
