@@ -17,6 +17,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from deploy.http_limits import ConnectionPace, HttpLimits, Lateness, ReadPhase
+from fabric.contracts import mint_request_id
 from router.api import envelope
 
 BYTES_PER_CHUNK = 16
@@ -298,8 +299,11 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _send_refusal(self, status: int, message: str) -> None:
         body = envelope(message, status, STATUS_TO_CODE[status])
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[status] + head + body)
+        head = (
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
+            f"x-request-id: {mint_request_id()}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[status] + head.encode() + body)
         if self.transport.can_write_eof():
             self.flow.resume_reading()
             self.transport.write_eof()

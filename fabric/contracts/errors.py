@@ -141,10 +141,11 @@ class BodyTooLarge(RequestRefused):
 
 
 class UnsupportedContentType(RequestRefused):
-    """The header `Content-Type` of the request names a type of body that the route does not take.
+    """The header `Content-Type` of the request names a type of body that the route does not take, or the body is
+    compressed.
 
-    Send `Content-Type: application/json`, or a form (`multipart/form-data`) to `/v1/audio/transcriptions`. With curl,
-    add `-H 'Content-Type: application/json'`.
+    Send `Content-Type: application/json`, or a form (`multipart/form-data`) to `/v1/audio/transcriptions`, and no
+    `Content-Encoding`. With curl, add `-H 'Content-Type: application/json'`.
     """
 
     code = "unsupported_content_type"
@@ -208,7 +209,7 @@ class DeadlineOutOfReach(Busy):
     """The first token of the answer would come after the deadline of the request, so it was refused before any work.
 
     Send the request again after the time in `Retry-After`, or with a later `weft.ttft_deadline_ms`; add workers or
-    encoders if it happens often.
+    encoders if it happens often. Clients' libraries are told not to repeat it by themselves (`x-should-retry`).
     """
 
     code = "deadline_out_of_reach"

@@ -126,7 +126,9 @@ def _detail(part: Mapping[str, object], kind: str, param: str) -> Detail:
     if found not in ("low", "high", "original"):
         raise InvalidRequest(f"`detail` must be `auto`, `low`, `high` or `original`, not {shown(found)}", param=path)
     if found == "low" and (PART_TYPE_TO_MODALITY.get(kind) != "image" or kind == IMAGE_EMBEDS):
-        raise InvalidRequest(f"only pictures have a `low` detail; a `{kind}` part takes `auto` or `high`", param=path)
+        raise InvalidRequest(
+            f"only pictures have a `low` detail; a part of the type `{kind}` takes `auto` or `high`", param=path
+        )
     return "low" if found == "low" else "high"
 
 

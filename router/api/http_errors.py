@@ -123,7 +123,9 @@ def envelope(message: str, status: int, code: str, param: str | None = None) -> 
 
 def http_error(error: WeftError, default_retry_after_s: float = 1.0) -> HttpError:
     """Returns the whole answer. 429 and 503 say when to come back. A 5xx for a request that would only fail again says
-    not to retry; otherwise a client would break three replicas with one request."""
+    not to retry; otherwise a client would break three replicas with one request. So does the answer to a request whose
+    deadline is out of reach: whether a later answer is of use is for the program to say, and not for its library, which
+    would repeat the request at once."""
     status = status_of(error)
     headers: dict[str, str] = {}
     if status == 401:
@@ -134,6 +136,6 @@ def http_error(error: WeftError, default_retry_after_s: float = 1.0) -> HttpErro
             wait_s = min(MAX_RETRY_AFTER_S, wait_s)
         headers["retry-after"] = str(max(1, math.ceil(wait_s)))
         headers["retry-after-ms"] = str(max(1, math.ceil(wait_s * 1000)))
-    elif status >= 500 and not error.retryable:
+    if isinstance(error, DeadlineOutOfReach) or (status >= 500 and status != 503 and not error.retryable):
         headers["x-should-retry"] = "false"
     return HttpError(status, msgspec.json.encode({"error": error_object(error)}), headers)

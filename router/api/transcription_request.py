@@ -137,6 +137,9 @@ def form_parts(body: bytes, content_type: str) -> list[FormPart]:
     long."""
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
+    if kind == b"multipart/form-data" and not boundary:
+        message = "the header `Content-Type: multipart/form-data` has no `boundary`, which separates the form's parts"
+        raise InvalidRequest(f"{message}; the client's library adds it if it writes this header itself")
     if kind != b"multipart/form-data" or not boundary:
         message = f"the body must be a form (`multipart/form-data`), not {shown(content_type[:64])}"
         raise InvalidRequest(message)

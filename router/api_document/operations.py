@@ -84,12 +84,12 @@ class Operation(NamedTuple):
     request_type: str = "application/json"
     """Is the media type of the body."""
     headers: Sequence[str] = ()
-    """Names the headers of its answers beyond `x-request-id`."""
+    """Names the headers of its answers beyond those of every answer."""
     links: Sequence[AnswerLink] = ()
     """Says where a successful answer leads."""
 
 
-MADE_HEADERS = ("x-weft-request-id", "openai-processing-ms", *RATE_HEADERS)
+MADE_HEADERS = ("x-weft-request-id", *RATE_HEADERS)
 _FORMAT: Schema = {
     "name": "format",
     "in": "query",

@@ -81,6 +81,8 @@ STATUS_TO_SUMMARY = {
     503: "A part of the cluster is missing or busy; the same request may succeed later.",
     504: "The request took longer than it may take.",
 }
+EVERY_ANSWER = ("x-request-id", "openai-processing-ms")
+"""Names the headers of all answers."""
 RETRY_HEADERS = ("retry-after", "retry-after-ms")
 
 
@@ -99,7 +101,7 @@ def refusal(status: int, codes: Sequence[str], headers: Sequence[str] = ()) -> S
     listed = " or ".join(f"`{code}`" for code in codes)
     return {
         "description": f"{STATUS_TO_SUMMARY[status]} The code is {listed}.",
-        "headers": header_refs(["x-request-id", *headers, *_headers_of(status)]),
+        "headers": header_refs([*EVERY_ANSWER, *headers, *_headers_of(status)]),
         "content": {"application/json": {"schema": ref("ErrorAnswer")}},
     }
 
@@ -107,7 +109,9 @@ def refusal(status: int, codes: Sequence[str], headers: Sequence[str] = ()) -> S
 def _headers_of(status: int) -> tuple[str, ...]:
     if status == 401:
         return ("www-authenticate",)
-    if status in (429, 503):
+    if status == 429:
+        return (*RETRY_HEADERS, "x-should-retry")
+    if status == 503:
         return RETRY_HEADERS
     return ("x-should-retry",) if status >= 500 else ()
 
@@ -139,7 +143,9 @@ HEADERS: dict[str, Schema] = {
     "x-weft-request-id": _header(
         "The id under which `/weft/requests` finds the request, if it had a prompt or asked for an answer."
     ),
-    "openai-processing-ms": _header("The time from the arrival of the request to its answer.", pattern="^[0-9]+$"),
+    "openai-processing-ms": _header(
+        "The time from the arrival of the request to its answer.", pattern="^[0-9]+$", is_required=True
+    ),
     "retry-after": _header("Come back after this many seconds.", pattern="^[0-9]+$", is_required=True),
     "retry-after-ms": _header("Come back after this many milliseconds.", pattern="^[0-9]+$", is_required=True),
     "x-should-retry": _header("Is `false` if the same request would fail again.", enum=["false"]),

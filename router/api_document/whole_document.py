@@ -11,7 +11,7 @@ from typing import Any
 from router.api_document.answer_schemas import OPEN, answer_schemas
 from router.api_document.chunk_schemas import chunk_schemas
 from router.api_document.operations import EVENTS_TYPE, JSON_TYPE, AnswerLink, Operation, ServedApi, operations
-from router.api_document.refusals import HEADERS, header_refs, refusals
+from router.api_document.refusals import EVERY_ANSWER, HEADERS, header_refs, refusals
 from router.api_document.request_schemas import Schema, ref, request_schemas
 
 TAG_TO_DESCRIPTION = {
@@ -99,7 +99,7 @@ def _body(operation: Operation) -> Schema:
 
 def _responses(operation: Operation, shared: SharedResponses) -> dict[str, Schema]:
     """Returns the responses of an operation by status."""
-    headers = header_refs(["x-request-id", *operation.headers])
+    headers = header_refs([*EVERY_ANSWER, *operation.headers])
     content = {kind: {"schema": ref(name) if name else {"type": "string"}} for kind, name in operation.answers.items()}
     if operation.events:
         content[EVENTS_TYPE] = {"schema": _events(operation.events)}

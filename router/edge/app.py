@@ -71,7 +71,7 @@ ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 def create_api(service: RouterService) -> FastAPI:
     """Returns the routes of one router and their handlers."""
     edge, document = HttpEdge(service), DocumentEdge(service)
-    api = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None)
+    api = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", edge.chat_completions),
         ("POST", "/v1/completions", edge.completions),
@@ -122,9 +122,11 @@ def route_message(request: Request, error: HTTPException) -> str:
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         taken = sorted((error.headers or {}).get("Allow", "another method").split(", "))
         return f"`{path[:256]}` takes {', '.join(taken)}, not {request.method}"
-    known = {route.path for route in request.app.routes if isinstance(route, Route)}
-    meant = [each for each in ("/v1" + path.rstrip("/"), path.removeprefix("/v1")) if each in known and each != path]
-    hint = f"the path is {meant[0]}" if meant else "/docs lists what it has"
+    bare = path.rstrip("/")
+    others = (each for each in (bare, f"/v1{bare}", bare.removeprefix("/v1")) if each != path)
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    meant = next((each for each in others if any(route.path_regex.match(each) for route in routes)), None)
+    hint = "/docs lists what it has" if meant is None else f"the path is {meant[:256]}"
     return f"this server has no `{request.method} {path[:256]}`; {hint}"
 
 
@@ -142,11 +144,6 @@ class Opened(NamedTuple):
     tickets: Tickets
     headers: dict[str, str]
     """Holds the headers of every answer to it."""
-    arrived_s: float
-
-    def elapsed_ms(self) -> str:
-        """Returns the time since the request arrived, in milliseconds."""
-        return str(max(0, round((asyncio.get_running_loop().time() - self.arrived_s) * 1000)))
 
 
 class HttpEdge:
@@ -181,8 +178,7 @@ class HttpEdge:
     ) -> Response:
         """Handles an exchange from the client's bytes to its answer: finds the tenant, takes a place among the requests
         in flight, reads the body, and leaves the rest to `answer`, which also returns the tickets."""
-        service, arrived_s = self._service, asyncio.get_running_loop().time()
-        label = client_label(request)
+        service, label = self._service, client_label(request)
         caller = caller_of(request.scope)
         try:
             check_tenant(caller)
@@ -201,7 +197,7 @@ class HttpEdge:
                 service.count_refusal(caller, error)
                 return self._refusal(request, error, headers, is_body_unread=True)
             undo.pop_all()
-        return await answer(Opened(body, Tickets(ticket), headers, arrived_s))
+        return await answer(Opened(body, Tickets(ticket), headers))
 
     async def _answer(self, request: Request, endpoint: Endpoint, opened: Opened) -> Response:
         """Answers a request with a complete body. If the answer is streamed, the event stream takes over the tickets
@@ -225,15 +221,12 @@ class HttpEdge:
             writer = asked.writer(stream, head, AnswerTools(service.token_bytes, service.decode))
             if asked.is_streamed:
                 await watch.race(stream.started())
-                headers["openai-processing-ms"] = opened.elapsed_ms()
                 is_handed_on = True
                 return EventStream(stream, writer, headers, watch, tickets, service.config.write_timeout_s)
             await watch.race(take_all(stream, writer))
-            headers["openai-processing-ms"] = opened.elapsed_ms()
             note_answer(request.scope, stream)
             return Response(writer.whole(), media_type=asked.media_type, headers=headers)
         except WeftError as error:
-            headers["openai-processing-ms"] = opened.elapsed_ms()
             return self._refusal(request, error if asked is None else placed(error, asked.place), headers)
         finally:
             if not is_handed_on:
@@ -281,7 +274,6 @@ class HttpEdge:
             watch = ClientWatch(request.receive)
             try:
                 content = await watch.race(self._embed(opened, client_label(request)))
-                opened.headers["openai-processing-ms"] = opened.elapsed_ms()
                 return Response(content, media_type="application/json", headers=opened.headers)
             except WeftError as error:
                 return self._refusal(request, placed(error, embedding_place), opened.headers)
@@ -376,9 +368,11 @@ class HttpEdge:
         return answer_json(request, {"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        name = request.path_params["model_id"]
-        if name != self._service.config.model_name:
-            error = model_not_found(name, self._service.config.model_name)
+        name, served = request.path_params["model_id"], self._service.config.model_name
+        if name != served:
+            if name.rstrip("/") in ("", served):
+                raise HTTPException(HTTPStatus.NOT_FOUND)  # It is a path with a slash too many, and no name.
+            error = model_not_found(name, served)
             return self._refusal(request, error, echo(request))
         return answer_json(request, self._model())
 

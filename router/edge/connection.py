@@ -1,7 +1,7 @@
 """Handles the client's end of one HTTP exchange, with ASGI only. `read_body` reads the body up to a limit,
 `LingeringResponse` refuses a body that is still arriving, and `ClientWatch` notices when the client leaves. `AccessLog`
-counts what is sent and writes the router's log about requests: one line for each exchange, and one for each failure by
-its kind (`note_failure`).
+counts what is sent, says in each answer how long it took, and writes the router's log about requests: one line for each
+exchange, and one for each failure by its kind (`note_failure`).
 
 Each of these wraps ASGI's `receive` or `send`, or leaves facts in its scope. The module knows nothing of the meaning of
 requests, or of planning, workers and encoders.
@@ -161,7 +161,8 @@ CLIENT_LEFT_STATUS = 499
 
 class AccessLog:
     """An `AccessLog` is ASGI middleware that logs one line at the end of each exchange, however the exchange ended.
-    `on_failure` answers for an exchange whose handler failed before its answer began.
+    Each answer gets the header `openai-processing-ms`, the time from the arrival of the request's headers to the
+    beginning of the answer. `on_failure` answers for an exchange whose handler failed before its answer began.
 
     Lines carry ids, counts and times. No line holds a body, a header or a query string, because prompts, media and keys
     travel in them."""
@@ -184,6 +185,9 @@ class AccessLog:
             if message["type"] == "http.response.start":
                 is_started = True
                 facts["status"] = message["status"]
+                took_ms = round((asyncio.get_running_loop().time() - started_s) * 1000)
+                took = (b"openai-processing-ms", str(took_ms).encode())
+                message = {**message, "headers": [*message.get("headers", ()), took]}
             else:
                 facts["num_bytes_sent"] += len(message.get("body", b""))
             return send(message)

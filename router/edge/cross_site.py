@@ -46,8 +46,13 @@ EXPOSED_HEADERS = (
 
 
 def check_content_type(scope: Scope, wanted: BodyType) -> None:
-    """Raises UnsupportedContentType if the body is not of the wanted type. A body without a type counts as JSON, as
-    simple clients send it."""
+    """Raises UnsupportedContentType if the body is not of the wanted type, or if it is compressed. A body without a
+    type counts as JSON, as simple clients send it."""
+    codings = [each.strip() for value in _values(scope, b"content-encoding") for each in value.split(",")]
+    unknown = next((each for each in codings if each.lower() not in ("", "identity")), None)
+    if unknown is not None:
+        message = "the body must be sent as it is, without the header `Content-Encoding`"
+        raise UnsupportedContentType(f"{message}, not as {shown(unknown[:MAX_SHOWN_CHARS])}")
     for value in _values(scope, b"content-type"):
         kind = value.partition(";")[0].strip().lower()
         if wanted == "form":

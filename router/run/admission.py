@@ -97,6 +97,7 @@ def check_deadline(predicted_s: float, first_token_by_s: float | None, now: floa
         raise DeadlineOutOfReach(
             f"the first token is predicted in {predicted_s:.3g} s, which is {late_s:.3g} s after the deadline of the "
             "request",
+            param="weft.ttft_deadline_ms",
             retry_after_s=late_s,
         )
 

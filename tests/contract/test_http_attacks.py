@@ -319,6 +319,7 @@ async def test_what_is_not_http_is_refused_and_nothing_after_it_is_read(data: by
     async with attacked() as target:
         answer = await target.answer(data)
         assert answer.startswith(b"HTTP/1.1 400"), answer[:200]
+        assert b"\r\nx-request-id: " in answer
         assert answer.count(b"HTTP/1.1 ") == 1
         assert b"members" not in answer
 

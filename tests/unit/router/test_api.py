@@ -59,7 +59,8 @@ def test_retry_headers_follow_status_and_class(leaf: type[errors.WeftError]) -> 
     answer = http_error(leaf("what"))
     assert ("retry-after" in answer.headers) == (answer.status in (429, 503))
     refuses_retry = answer.headers.get("x-should-retry") == "false"
-    assert refuses_retry == (answer.status >= 500 and answer.status != 503 and not leaf.retryable)
+    is_final = answer.status >= 500 and answer.status != 503 and not leaf.retryable
+    assert refuses_retry == (is_final or leaf is errors.DeadlineOutOfReach)
 
 
 @pytest.mark.parametrize(("wait_s", "header"), [(None, "2"), (0.2, "1"), (7.1, "8"), (9999.0, "60")])

@@ -60,6 +60,26 @@ async def test_two_types_are_both_checked() -> None:
         assert (await client.post(CHAT, content=chat_body(), headers=headers)).status_code == 415
 
 
+async def test_a_compressed_body_is_refused_by_every_route_before_it_is_read() -> None:
+    async with served(embeddings="last") as (cluster, client):
+        description = await description_of(client)
+        for path in (*JSON_ROUTES, "/v1/audio/transcriptions"):
+            kind = JSON if path in JSON_ROUTES else "multipart/form-data; boundary=x"
+            for coding in ("gzip", "br", "identity, deflate"):
+                headers = {"content-type": kind, "content-encoding": coding}
+                answer = await client.post(path, content=b"\x1f\x8b", headers=headers)
+                assert refusal(answer) == (415, "unsupported_content_type"), path
+                assert answer.json()["error"]["message"] == (
+                    "the body must be sent as it is, without the header `Content-Encoding`,"
+                    f' not as "{coding.rpartition(", ")[2]}"'
+                )
+                assert description.flaws("post", path, answer) == []
+        for coding in ("identity", "Identity", ""):
+            answer = await client.post(CHAT, content=chat_body(), headers={"content-encoding": coding})
+            assert answer.status_code == 200, coding
+        assert len(cluster.workers[0].requests) == 3
+
+
 async def test_json_is_taken_under_all_its_names_and_without_one() -> None:
     async with served() as (_, client):
         for kind in JSON_TYPES:

@@ -40,6 +40,26 @@ async def test_completion() -> None:
         assert response.headers["openai-processing-ms"].isdigit()
 
 
+async def test_every_answer_says_how_long_it_took() -> None:
+    async with served() as (cluster, client):
+        asked = [
+            ("POST", CHAT, chat_body()),
+            ("POST", CHAT, b"{"),
+            ("POST", "/v1/embeddings", b"{}"),
+            ("POST", "/tokenize", b'{"prompt": "a"}'),
+            ("POST", "/detokenize", b'{"tokens": [97]}'),
+            ("POST", CHAT, b"x" * (cluster.service.config.max_body_bytes + 1)),
+            ("GET", "/v1/models", b""),
+            ("GET", "/v1/models/other", b""),
+            ("GET", "/nothing", b""),
+        ]
+        answers = [await client.request(method, path, content=content) for method, path, content in asked]
+        assert [answer.status_code for answer in answers] == [200, 400, 400, 200, 200, 413, 200, 404, 404]
+        assert all(answer.headers["openai-processing-ms"].isdigit() for answer in answers)
+        wrong = await client.post(CHAT, content=b"", headers={"content-type": "text/plain"})
+        assert (wrong.status_code, wrong.headers["openai-processing-ms"].isdigit()) == (415, True)
+
+
 async def test_stream_order_with_usage() -> None:
     async with served() as (cluster, client):
         body = chat_body([image(), text("?")], stream=True, n=2, stream_options={"include_usage": True})

@@ -80,6 +80,29 @@ async def test_what_the_server_does_not_have_is_answered_with_what_it_has(method
         response = await client.request(method, path)
         assert response.status_code == (405 if "takes" in message else 404)
         assert response.json()["error"]["message"] == message
+        assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "meant"),
+    [
+        ("POST", "/v1/chat/completions/", "/v1/chat/completions"),
+        ("POST", "/chat/completions/", "/v1/chat/completions"),
+        ("POST", "/v1/tokenize/", "/tokenize"),
+        ("GET", "/health/", "/health"),
+        ("GET", "/docs//", "/docs"),
+        ("GET", "/v1/models/", "/v1/models"),
+        ("GET", "/models/a", "/v1/models/a"),
+        ("GET", f"/v1/models/{TINY_MODEL}/", f"/v1/models/{TINY_MODEL}"),
+    ],
+)
+async def test_a_path_with_a_slash_at_its_end_is_answered_with_the_path_that_is_meant(
+    method: str, path: str, meant: str
+) -> None:
+    async with served() as (_, client):
+        response = await client.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+        assert response.json()["error"]["message"] == f"this server has no `{method} {path}`; the path is {meant}"
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/completions", "/responses", "/models"])

@@ -159,6 +159,12 @@ def test_a_field_is_refused_before_the_rest_of_the_form_is_read() -> None:
     assert len(part.data) == 65_537
 
 
+@pytest.mark.parametrize("content_type", ["multipart/form-data", 'multipart/form-data; boundary=""'])
+def test_a_form_without_a_boundary_is_told_so(content_type: str) -> None:
+    with pytest.raises(InvalidRequest, match="`Content-Type: multipart/form-data` has no `boundary`"):
+        form_parts(b"--x--", content_type)
+
+
 def test_the_data_of_a_part_may_hold_anything_but_the_boundary() -> None:
     data = bytes(range(256)) + b"\r\n--y\r\n--x"
     body = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n' + data + b"\r\n--xyz--\r\n"

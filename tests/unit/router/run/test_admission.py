@@ -204,7 +204,9 @@ async def test_a_request_whose_first_token_would_come_too_late_is_refused_with_t
         assert not cluster.workers[0].requests
         answered = http_error(caught.value)
         assert answered.status == 429
-        assert json.loads(answered.body)["error"]["code"] == "deadline_out_of_reach"
+        error = json.loads(answered.body)["error"]
+        assert (error["code"], error["param"]) == ("deadline_out_of_reach", "weft.ttft_deadline_ms")
+        assert answered.headers["x-should-retry"] == "false"
         in_time = await cluster.service.open(chat([image(), text("hello")], weft={"ttft_deadline_ms": 600_000}))
         assert (await read(in_time))[0] == [answer(in_time)]
         predicted_s = facts(cluster, in_time)["plans"][0]["plan"]["predicted_ttft_s"]
