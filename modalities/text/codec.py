@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ class TextCodec:
         messages: Sequence[Mapping[str, object]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, object] | None = None,
         most_tokens: int | None = None,
     ) -> list[int]:
@@ -105,10 +107,12 @@ class TextCodec:
 
         `messages` are JSON-like: `content` is a string or a list of parts (`{"type": "text", "text": ...}`, `{"type":
         "image"}`). Parts that are all texts are joined by new lines if the template takes only strings, as that of
-        Llama-2 does. `template_kwargs` are variables of the template and are untrusted too. Raises InvalidRequest for
-        messages that the template refuses (such as an unknown role) and for text that is not Unicode. Raises
-        ContextLengthExceeded for text of far more than `most_tokens` tokens, as soon as that is certain, which limits
-        the work for a text that can't fit. A text of only slightly more tokens is returned.
+        Llama-2 does. `template_kwargs` are variables of the template and are untrusted too. With
+        `continue_final_message`, the ids end where the content of the last message ends, and `add_generation_prompt`
+        changes nothing. Raises InvalidRequest for messages that the template refuses (such as an unknown role) and for
+        text that is not Unicode. Raises ContextLengthExceeded for text of far more than `most_tokens` tokens, as soon
+        as that is certain, which limits the work for a text that can't fit. A text of only slightly more tokens is
+        returned.
         """
         self.check_template()
         if not messages:
@@ -123,6 +127,8 @@ class TextCodec:
         if most_tokens is not None and sum(len(text) for text, _ in texts) > MAX_CHARS_PER_TOKEN * most_tokens:
             raise _too_long(most_tokens)
         render = partial(self._template.render, add_generation_prompt=add_generation_prompt)
+        if continue_final_message:
+            render = partial(self._template.render_open)
         if all(self._control_tokens.is_harmless(text, is_structural) for text, is_structural in texts):
             return self._begun(self._encode_pieces([render(messages, variables=variables)], most_tokens))
         literals = [self._template.literal_text, *self._control_tokens.tokens]
@@ -394,6 +400,23 @@ class ChatTemplate:
             kind = type(error).__name__
             raise InvalidRequest(f"the chat template can't render the messages ({kind})", param="messages") from error
 
+    def render_open(self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object]) -> str:
+        """Returns the rendered conversation up to the end of the last message's content, so that a model continues that
+        message. Raises InvalidRequest as `render` does, and if the template does not show the content as it is.
+
+        The rules are those of transformers' `continue_final_message`: a tag behind the content shows where it ends, and
+        if the template trims the content, the white space at its end is gone. The tag here is one unused character, so
+        that no text can contain it, and a template that shows the content twice shows it without the tag."""
+        literals = (self.literal_text, *self._special_tokens.values())
+        tag = unused_mark([*(text for text, _ in strings([messages, variables])), *literals])
+        content, tagged = _with_tag(messages[-1], tag)
+        rendered = self.render([*messages[:-1], tagged], False, variables)
+        *shown, rest = rendered.split(tag)
+        if not shown or content.strip() not in rendered:
+            message = "the chat template does not show the last message's content as it is, so it can't be continued"
+            raise InvalidRequest(message, param="continue_final_message")
+        return "".join(_before_tags([*shown, rest]))
+
     def _shows_probe(self, content: object) -> bool:
         """Returns true if the template shows the text of this content, and not its parts as Python or JSON writes
         them."""
@@ -412,6 +435,31 @@ def _with_joined_text(message: Mapping[str, object]) -> Mapping[str, object]:
     texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
     strings_only = [text for text in texts if isinstance(text, str)]
     return message if len(strings_only) != len(content) else {**message, "content": "\n".join(strings_only)}
+
+
+def _with_tag(message: Mapping[str, object], tag: str) -> tuple[str, dict[str, object]]:
+    """Returns the last text of a message's content, and the message with `tag` and a blank behind that text. Raises
+    InvalidRequest if the message has no text."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return content, {**message, "content": f"{content}{tag} "}
+    parts = list(content) if isinstance(content, Sequence) else []
+    for index, part in reversed(list(enumerate(parts))):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if isinstance(text, str):
+            parts[index] = {**part, "text": f"{text}{tag} "}
+            return text, {**message, "content": parts}
+    raise InvalidRequest("the last message has no text that could be continued", param="continue_final_message")
+
+
+def _before_tags(pieces: Sequence[str]) -> Iterator[str]:
+    """Yields the pieces of a text that was split at its tags, but not the last one. The blank behind a tag is left out
+    too. If the template has trimmed that blank, it would have trimmed the white space before the tag."""
+    is_blank_left = False
+    for piece, following in pairwise(pieces):
+        shown = piece[1:] if is_blank_left else piece
+        is_blank_left = following.startswith(" ")
+        yield shown if is_blank_left else shown.rstrip()
 
 
 def _with_reasoning_names(message: Mapping[str, object]) -> dict[str, object]:

@@ -62,6 +62,9 @@ def check(directory: Path, num: int = 60) -> None:
     for messages in conversations(num, seed=7):
         expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         assert codec.render(messages) == expected, messages
+        if messages[-1]["role"] == "assistant":
+            expected = tokenizer.apply_chat_template(messages, continue_final_message=True, return_dict=False)
+            assert codec.render(messages, continue_final_message=True) == expected, messages
     rng = random.Random(5)
     for text in TEXTS:
         assert codec.encode_text_prompt(text) == tokenizer(text)["input_ids"]

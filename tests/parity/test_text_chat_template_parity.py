@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from deploy.demo.build import write_all_but_weights
 from deploy.demo.tokenizer import sentences
+from fabric.contracts import InvalidRequest
 from modalities.text import IncrementalDetokenizer, TextCodec
 
 pytestmark = pytest.mark.torch
@@ -123,6 +124,80 @@ def test_templates_of_other_checkpoints(model_dir: Path, tmp_path: Path, templat
         variables = {"tools": rng.choice([None, tools]), "enable_thinking": rng.random() < 0.5}
         expected = reference_ids(tokenizer, messages, add_generation_prompt=True, **variables)
         assert codec.render(messages, template_kwargs=variables) == expected
+
+
+CONTINUED = [
+    "The sky is",
+    "The sky is \n",
+    " \n The sky",
+    "twice",
+    "",
+    " ",
+    "\n",
+    "a</think>b",
+    "naïve\u0301 日本 😀 ",
+]
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+CONTINUED_TEMPLATES = [
+    *TEMPLATES,
+    f"{{% for m in messages %}}{TURN}{{% endfor %}}",
+    "{% for m in messages %}{{ m.role }}: {{ m.content.strip() }} {{ eos_token }}{% endfor %}",
+    "{% for m in messages %}[{{ m.role }}] {{ m.content | trim }}\n\n{% endfor %}",
+    "{% for m in messages %}{{ m.content | tojson }}{% endfor %}",
+    "{% for m in messages %}{% if m.content %}{{ m.content.rstrip() + '  ' + eos_token }}{% endif %}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}{% if not loop.last %}<|im_end|>{% endif %}{% endfor %}",
+    "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}In short: {{ messages[-1].content | trim }}.",
+]
+
+
+@pytest.mark.parametrize("template", CONTINUED_TEMPLATES)
+def test_continued_messages_of_several_templates(model_dir: Path, tmp_path: Path, template: str) -> None:
+    """The last template shows the content twice: transformers leaves its own tag in the prompt then, and Weft does
+    not."""
+    shutil.copytree(model_dir, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    codec, tokenizer = TextCodec.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    num_refused = 0
+    for text in (*CONTINUED, *ORDINARY):
+        messages = [
+            {"role": "system", "content": "Think.", "thinking": "a reason"},
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": text},
+        ]
+        try:
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+        except ValueError:
+            num_refused += 1
+            with pytest.raises(InvalidRequest):
+                codec.render(messages, continue_final_message=True)
+            continue
+        prompt = prompt.replace("CONTINUE_FINAL_MESSAGE_TAG ", "")
+        expected = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        assert codec.render(messages, continue_final_message=True) == expected, text
+    assert num_refused < len(CONTINUED)
+
+
+def test_continued_conversations_of_parts(model_dir: Path) -> None:
+    codec, tokenizer = TextCodec.load(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    rng = random.Random(13)
+    for messages in conversations(200, seed=13):
+        texts = [{"type": "text", "text": rng.choice(ORDINARY)} for _ in range(rng.randint(1, 3))]
+        final = {"role": "assistant", "content": rng.choice([texts, rng.choice(CONTINUED)])}
+        expected = reference_ids(tokenizer, [*messages, final], continue_final_message=True)
+        assert codec.render([*messages, final], continue_final_message=True) == expected
+
+
+def test_hostile_continued_text_decodes_as_with_transformers_own_guard(model_dir: Path) -> None:
+    codec, tokenizer = TextCodec.load(model_dir), AutoTokenizer.from_pretrained(model_dir)
+    for token in codec.special_token_ids:
+        for text in (f"before {codec.token_text(token)} after", f"at the end {codec.token_text(token)}"):
+            messages = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+            options = {"continue_final_message": True, "sanitize_control_tokens": True}
+            expected = reference_ids(tokenizer, messages, **options)
+            ids = codec.render(messages, continue_final_message=True)
+            assert codec.decode(ids, skip_special_tokens=False) == codec.decode(expected, skip_special_tokens=False)
+            special = [[id for id in some if id in codec.special_token_ids] for some in (ids, expected)]
+            assert special[0] == special[1]
 
 
 def test_a_checkpoint_with_vocabulary_and_merges_instead_of_one_file(model_dir: Path, tmp_path: Path) -> None:

@@ -117,6 +117,21 @@ def test_control_tokens_are_as_many_as_the_structure_says(
 
 
 @settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from(["system", "user", "assistant"]), max_size=3), HOSTILE, st.lists(HOSTILE, max_size=3))
+def test_a_continued_prompt_and_the_end_of_its_message_are_the_whole_conversation(
+    codec: TextCodec, roles: list[str], content: str, texts: list[str]
+) -> None:
+    """The template shows contents as they are, and closes a message with a control token."""
+    parts: list[dict[str, str]] = [{"type": "text", "text": text} for text in texts]
+    final: object = [*parts, {"type": "text", "text": content}] if parts else content
+    messages = [*({"role": role, "content": content} for role in roles), {"role": "assistant", "content": final}]
+    end = codec.token_id("<|im_end|>")
+    assert end is not None
+    whole = codec.render(messages, add_generation_prompt=False)
+    assert [*codec.render(messages, continue_final_message=True), end, *codec.encode("\n")] == whole
+
+
+@settings(max_examples=300, deadline=None)
 @given(HOSTILE)
 def test_encoded_text_holds_no_control_token_and_decodes_to_itself(codec: TextCodec, text: str) -> None:
     ids = codec.encode(text)
