@@ -38,7 +38,7 @@ from fabric.contracts import (
 from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
-from router.api import ChatRequest, CompletionRequest, GenerationFields
+from router.api import ChatRequest, GenerationFields
 from router.cost_file import CostFile
 from router.fetch import SHARED_TENANT, FetchedFile
 from router.member_feeds import MemberFeeds
@@ -376,7 +376,7 @@ class RouterService:
         keeps_ends = draft.answer.reasoning is not None or draft.request.num_top_logprobs is not None
         choices = [
             ChoiceOutput(
-                IncrementalDetokenizer(self._codec, isinstance(draft.request, CompletionRequest), shown),
+                IncrementalDetokenizer(self._codec, draft.request.continues_text, shown),
                 prompt.stop_strings,
                 prompt.ending_token_ids,
                 keeps_ends,

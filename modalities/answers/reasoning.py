@@ -39,6 +39,10 @@ class ReasoningFormat:
         templates that open or close the reasoning by a variable."""
         return prompt.rstrip(WHITESPACE).endswith(self.start)
 
+    def is_open_in(self, answer: str) -> bool:
+        """Returns whether an answer that was written up to here is still inside its reasoning."""
+        return answer.lstrip(WHITESPACE).startswith(self.start) and self.end not in answer
+
 
 def find_reasoning_format(template_text: str, special_tokens: Collection[str] = ()) -> ReasoningFormat | None:
     """Returns the marks of reasoning that the source of a chat template writes, or that are special tokens of the

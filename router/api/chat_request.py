@@ -84,6 +84,11 @@ class ChatRequest(TokenDetailFields):
     """Holds variables of the chat template (vLLM's extension), such as `enable_thinking`."""
     add_generation_prompt: bool | None = None
     """Says whether the prompt ends where the assistant's answer begins (vLLM's extension); by default it does."""
+    continue_final_message: bool | None = None
+    """Asks for the rest of the last message, which is an assistant's, instead of a new one (vLLM's extension): the
+    prompt ends where the content of that message ends. It excludes `add_generation_prompt`."""
+    echo: bool | None = None
+    """Puts the content of the last message before the answer, if that message is an assistant's (vLLM's extension)."""
 
     @property
     def token_limit(self) -> int | None:
@@ -103,11 +108,45 @@ class ChatRequest(TokenDetailFields):
         return "messages"
 
     @property
+    def begins_answer(self) -> bool:
+        """Tells whether the prompt ends where an answer of the assistant begins."""
+        return self.add_generation_prompt is not False and not self.continue_final_message
+
+    @property
+    def continues_text(self) -> bool:
+        return bool(self.continue_final_message)
+
+    @property
+    def final_text(self) -> str | None:
+        """Returns the text of the last message, its parts joined by new lines as vLLM joins them, or None if the
+        message is not an assistant's or has other content than text."""
+        message = self.messages[-1]
+        return _text_of(message.content) if message.role == "assistant" else None
+
+    @property
+    def echoed_text(self) -> str:
+        """Returns the text that stands before the answer."""
+        return (self.final_text or "") if self.echo else ""
+
+    @property
     def has_media(self) -> bool:
         """Tells whether a message has a part that is not text. It looks at types only."""
         contents = (message.content for message in self.messages)
         parts = (part for content in contents if isinstance(content, list) for part in content)
         return any(isinstance(part, Mapping) and part.get("type") not in TEXT_PART_TYPES for part in parts)
+
+
+def _text_of(content: object) -> str | None:
+    """Returns the text of a message's content, or None if it has anything but text."""
+    if isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else [content]
+    texts = [part[part["type"]] for part in parts if _is_text_part(part)]
+    return "\n".join(texts) if len(texts) == len(parts) else None
+
+
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in TEXT_PART_TYPES and isinstance(part.get(part["type"]), str)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -126,6 +165,25 @@ def check_chat(chat: ChatRequest) -> None:
     if chat.mm_processor_kwargs is not None:
         check_media_kwargs(chat.mm_processor_kwargs)
     check_tools(chat.tools or (), chat.tool_choice)
+    if chat.continue_final_message:
+        _check_continued(chat)
+
+
+def _check_continued(chat: ChatRequest) -> None:
+    """Raises InvalidRequest if the last message can't be continued."""
+    last, path = chat.messages[-1], f"messages.{len(chat.messages) - 1}"
+    if chat.add_generation_prompt:
+        message = "`continue_final_message` and `add_generation_prompt` exclude each other; at most one may be true"
+        raise InvalidRequest(message, param="continue_final_message")
+    if last.role != "assistant":
+        message = f"`continue_final_message` needs a last message of the role `assistant`, not `{last.role}`"
+        raise InvalidRequest(message, param=f"{path}.role")
+    if last.tool_calls:
+        message = "`continue_final_message` needs a last message without calls; leave out its `tool_calls`"
+        raise InvalidRequest(message, param=f"{path}.tool_calls")
+    if chat.final_text is None:
+        message = "`continue_final_message` needs a last message whose `content` is a string or an array of text parts"
+        raise InvalidRequest(message, param=f"{path}.content")
 
 
 # ------------------------------------------------------------ how media are sampled

@@ -49,6 +49,10 @@ class CompletionRequest(TokenDetailFields):
         return self.logprobs
 
     @property
+    def continues_text(self) -> bool:
+        return True
+
+    @property
     def prompt_outputs(self) -> PromptOutputs:
         """Returns what is wanted of the prompt itself: its log-probabilities if it is echoed with them, and if nothing
         else is generated."""

@@ -141,6 +141,11 @@ class GenerationFields(BaseModel):
         return False
 
     @property
+    def continues_text(self) -> bool:
+        """Tells whether the output continues a text of the prompt, and is no text of its own."""
+        return False
+
+    @property
     def is_structured(self) -> bool:
         """Tells whether the output may have to match something (see `router.prompt.generation_options`)."""
         asked = (self.response_format, self.structured_outputs, self.guided_json, self.guided_regex, self.guided_choice)

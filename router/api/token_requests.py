@@ -11,8 +11,9 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, FailFast, Field
 
 from fabric.contracts import InvalidRequest
-from router.api.chat_request import ChatRequest, check_chat
+from router.api.chat_request import ChatRequest, MediaKwargs, ReasoningEffort, check_chat
 from router.api.completion_request import MAX_TOKEN_VALUES, CompletionRequest
+from router.api.generation_fields import GenerationFields, refuse_unsupported
 from router.api.request_body import parse_body, read_fields
 
 
@@ -27,22 +28,30 @@ class TokenizeRequest(BaseModel):
     messages: list[Any] | None = None
     add_special_tokens: bool = True
     return_token_strs: bool | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    mm_processor_kwargs: MediaKwargs | None = None
 
     def to_prompt_request(self, model_name: str) -> ChatRequest | CompletionRequest:
         """Returns the request whose prompt is asked for. Raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("a request must have either `prompt` or `messages`", param="prompt")
-        model = model_name if self.model is None else self.model
+        named = {"model": model_name if self.model is None else self.model}
         if self.messages is None:
-            fields = {"model": model, "prompt": self.prompt, "add_special_tokens": self.add_special_tokens}
-            return read_fields(CompletionRequest, fields)
-        chosen = ("messages", "add_generation_prompt", "tools", "chat_template_kwargs")
-        chat = read_fields(ChatRequest, {"model": model} | {name: getattr(self, name) for name in chosen})
+            return read_fields(CompletionRequest, self._fields_of(CompletionRequest) | named)
+        chat = read_fields(ChatRequest, self._fields_of(ChatRequest) | named)
         check_chat(chat)
         return chat
+
+    def _fields_of(self, kind: type[GenerationFields]) -> dict[str, object]:
+        """Returns those of the sent fields from which the tokens of a `kind` follow. Raises InvalidRequest for a field
+        that a `kind` refuses, because it might change the tokens."""
+        sent = {name: value for name, value in self if name in self.model_fields_set}
+        refuse_unsupported({name: value for name, value in sent.items() if name not in kind.model_fields})
+        return {name: value for name, value in sent.items() if name in TokenizeRequest.model_fields}
 
 
 class DetokenizeRequest(BaseModel):

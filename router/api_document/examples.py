@@ -34,6 +34,7 @@ WEATHER_TOOL = {
     },
 }
 SHAPE_SCHEMA = {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}
+HELLO: list[object] = [{"role": "user", "content": "Hello!"}]
 SHORT: Body = {"max_tokens": 64, "temperature": 0}
 
 
@@ -54,11 +55,13 @@ MAX_FEATURE_BYTES = 16 * 1024
 
 def chat_examples(model: str, modalities: Collection[str], features: SampleFeatures | None = None) -> list[Example]:
     """Returns examples of `/v1/chat/completions`."""
-    hello = {"model": model, "messages": [{"role": "user", "content": "Hello!"}], **SHORT}
+    hello = {"model": model, "messages": HELLO, **SHORT}
     usage = {"stream": True, "stream_options": {"include_usage": True}}
     form = {"type": "json_schema", "json_schema": {"name": "shape", "schema": SHAPE_SCHEMA}}
+    begun = {"messages": [*HELLO, {"role": "assistant", "content": "Hi, I"}], "continue_final_message": True}
     examples = [
         Example("text", "A question", hello),
+        Example("continued", "The rest of a message that the client has begun", hello | begun),
         Example("stream", "A streamed answer, with token counts at its end", hello | usage),
         Example("tools", "A function that the model may call", hello | {"tools": [WEATHER_TOOL]}),
         Example("json", "An answer that fits a JSON schema", hello | {"response_format": form}),

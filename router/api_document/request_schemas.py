@@ -76,6 +76,8 @@ FIELD_TO_DESCRIPTION = {
     "dimensions": "Must be the size of the model's embeddings.",
     "instructions": "Is a message of the system, ahead of the input.",
     "tokens": "The ids of the tokens.",
+    "add_generation_prompt": "Says whether the prompt ends where an answer begins; in a chat it does by default.",
+    "continue_final_message": "Ends the prompt where the content of the last message ends.",
     "return_token_strs": "Asks for the text of each token.",
     "mm_processor_kwargs": "Says how the media of the request are sampled.",
     "weft": "Options that only Weft has.",

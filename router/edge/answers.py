@@ -182,7 +182,7 @@ class GatheredChoice:
 
 
 class ChatAnswer:
-    """Writes a chat completion."""
+    """Writes a chat completion. With `echo`, each choice begins with the text of the last message."""
 
     def __init__(self, source: JoinedStreams, request: ChatRequest, head: Head, tools: AnswerTools) -> None:
         self._source, self._head, self._tools = source, head, tools
@@ -191,12 +191,16 @@ class ChatAnswer:
         self._fresh = FreshTokens(source, request)
         self._reader = PieceReader(source)
         self._gathered = [GatheredChoice() for _ in source.choices]
-        self._is_empty = [True] * len(source.choices)
+        self._echoed = request.echoed_text
+        self._is_empty = [not self._echoed] * len(source.choices)
         self._shows_reasoning = request.include_reasoning is not False
 
     def opening(self) -> bytes:
-        choices = range(len(self._source.choices))
-        return b"".join(self._writer.role(choice, self._prompt_token_ids) for choice in choices)
+        return b"".join(
+            self._writer.role(choice, self._prompt_token_ids)
+            + (self._writer.text(choice, self._echoed) if self._echoed else b"")
+            for choice in range(len(self._source.choices))
+        )
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(event for delta in deltas for event in self._events(delta))
@@ -219,7 +223,7 @@ class ChatAnswer:
         choices = [
             ChoiceText(
                 at,
-                "".join(each.texts),
+                self._echoed + "".join(each.texts),
                 each.finish_reason,
                 self._details(at),
                 "".join(each.reasoning) if self._shows_reasoning else "",

@@ -93,7 +93,8 @@ class AnswerFormats:
             for tool in chat.tools or ()
         )
         choice = tool_choice(chat) if specs else ToolChoice("none")
-        if not specs and self.reasoning is None:
+        reasoning = self._reasoning(chat)
+        if not specs and reasoning is None:
             return PLAIN
         names = chosen_names(chat.tool_choice) or [spec.name for spec in specs]
         return AnswerPlan(
@@ -102,8 +103,8 @@ class AnswerFormats:
             callable_specs=tuple(spec for spec in specs if spec.name in names),
             choice=choice,
             are_parallel=chat.parallel_tool_calls is not False,
-            reasoning=self.reasoning,
-            begins_inside=self.reasoning is not None and self._begins_inside(chat, self.reasoning),
+            reasoning=reasoning,
+            begins_inside=reasoning is not None and self._begins_inside(chat, reasoning),
         )
 
     def grammar(self, plan: AnswerPlan, response_grammar: str) -> str:
@@ -140,9 +141,17 @@ class AnswerFormats:
         special = self._codec.special_token_ids
         return {token: token_id for token, token_id in found.items() if token_id is not None and token_id in special}
 
+    def _reasoning(self, chat: ChatRequest) -> ReasoningFormat | None:
+        """Returns the marks of the reasoning that may come; None if there can't be any. A message that is continued has
+        its reasoning behind it if it has a text, unless that text ends inside the reasoning."""
+        if self.reasoning is None or not chat.continues_text:
+            return self.reasoning
+        text = chat.final_text or ""
+        return self.reasoning if not text.strip() or self.reasoning.is_open_in(text) else None
+
     def _begins_inside(self, chat: ChatRequest, reasoning: ReasoningFormat) -> bool:
-        if chat.add_generation_prompt is False:
-            return False
+        if not chat.begins_answer:
+            return chat.continues_text and reasoning.is_open_in(chat.final_text or "")
         variables = template_variables(chat)
         prompt = self._codec.render([{"role": "user", "content": "x"}], template_kwargs=variables)
         return reasoning.is_open_after(self._codec.decode(prompt[-16:], skip_special_tokens=False))

@@ -426,7 +426,8 @@ class PromptBuilder:
             messages = self._messages(request, draft.contents, losses)
             return self.codec.render(
                 self._formats.tool_messages(messages, draft.answer),
-                add_generation_prompt=request.add_generation_prompt is not False,
+                add_generation_prompt=request.begins_answer,
+                continue_final_message=request.continues_text,
                 template_kwargs=self._formats.template_variables(request, draft.answer),
                 most_tokens=longest,
             )
