@@ -65,6 +65,7 @@ class EmbeddingRequest(BaseModel):
     """Says whether the embedding has the length 1 (vLLM's extension)."""
     add_special_tokens: bool = True
     add_generation_prompt: bool = False
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
@@ -87,7 +88,7 @@ class EmbeddingRequest(BaseModel):
         }
         shared |= {"pooling": pooling, "is_normalised": self.normalize}
         if self.input is None:
-            chosen = ("messages", "add_generation_prompt", "chat_template_kwargs")
+            chosen = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
             chat = read_fields(EmbeddedChat, shared | {name: getattr(self, name) for name in chosen})
             check_chat(chat)
             return [chat]

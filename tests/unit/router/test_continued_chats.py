@@ -14,7 +14,7 @@ from piece_tokenizers import LLAMA2_TEMPLATE, legacy_bpe
 from router_chats import chat_body, expected, image, text
 from tool_samples import CALL, THINKING, TOOLS
 
-from deploy.testing import FakeCluster
+from deploy.testing import TINY_MODEL, FakeCluster
 from deploy.testing.tiny_family import TinyFamily, tiny_codec
 from modalities.text import ChatTemplate, TextCodec
 
@@ -223,6 +223,15 @@ async def test_tokens_of_a_continued_message_are_those_of_its_chat() -> None:
         await message_of(client, **CONTINUED)
         assert tuple(counted["tokens"]) == cluster.workers[0].requests[0].token_ids
         assert cluster.codec.decode(counted["tokens"], skip_special_tokens=False) == OPEN_PROMPT
+
+
+async def test_an_embedding_of_a_continued_message_is_that_of_its_prompt() -> None:
+    async with served(embeddings="last") as (cluster, client):
+        body = {"model": TINY_MODEL, **CONTINUED}
+        assert (await client.post("/v1/embeddings", content=json.dumps(body))).status_code == 200
+        assert prompt_of(cluster) == OPEN_PROMPT
+        refused = await client.post("/v1/embeddings", content=json.dumps(body | {"add_generation_prompt": True}))
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "continue_final_message")
 
 
 async def test_tokenizing_reads_what_else_changes_the_prompt_of_a_chat() -> None:
