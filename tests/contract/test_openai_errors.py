@@ -12,7 +12,15 @@ from chat_media import data_url
 from sdk_serving import WatchedClient, serving
 
 from deploy.testing import TINY_MODEL, FakeCluster
-from fabric.contracts import Draining, EngineFailed, InvalidRequest, NoCapacity, Overloaded, WeftError
+from fabric.contracts import (
+    DeadlineOutOfReach,
+    Draining,
+    EngineFailed,
+    InvalidRequest,
+    NoCapacity,
+    Overloaded,
+    WeftError,
+)
 from router.api.http_errors import ERROR_TO_STATUS
 from router.router_config import RateQuota, Tenant
 
@@ -60,7 +68,7 @@ async def test_each_error_raises_the_librarys_class_and_is_tried_again_only_if_t
         left = failing(cluster, monkeypatch, kind("it failed", param="model"), kind("it failed again", param="model"))
         with pytest.raises(STATUS_TO_CLASS.get(status, openai.InternalServerError)) as caught:
             await chat(client)
-        is_tried_again = status == 429 or (status >= 500 and kind.retryable)
+        is_tried_again = kind is not DeadlineOutOfReach and (status == 429 or (status >= 500 and kind.retryable))
         assert len(left) == (0 if is_tried_again else 1)
         assert caught.value.status_code == status
         assert (caught.value.code, caught.value.param) == (kind.code, "model")
