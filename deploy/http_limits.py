@@ -41,7 +41,11 @@ class HttpLimits:
     min_body_bytes_per_s: int = 16 * KIB
     """A body that takes longer than `body_timeout_s` must come this fast."""
     write_timeout_s: float = 120.0
-    """A client that takes no byte of a waiting answer for this long is disconnected."""
+    """A client that takes no byte of a waiting answer for this long is disconnected. So is one that takes what is left
+    of a complete answer at less than `min_body_bytes_per_s`."""
+    max_unsent_bytes: int = 256 * KIB * KIB
+    """Limits the bytes that wait for the clients of all connections together. Beyond it, connections are closed, those
+    first for which most waits."""
     linger_s: float = 2.0
     """After a refusal the server still reads for this long, and drops what it reads, so that the client can read the
     refusal instead of a connection reset."""
@@ -87,19 +91,26 @@ class ConnectionPace:
     def enter(self, phase: ReadPhase, now: float) -> None:
         """Enters a phase, whose time begins now."""
         self.phase, self._since_s, self._num_bytes = phase, now, 0
+        self._unsent = 0
 
     def took(self, num_bytes: int) -> None:
         """Counts bytes that came in the present phase."""
         self._num_bytes += num_bytes
 
-    def lateness(self, limits: HttpLimits, now: float, is_paused: bool, num_unsent: int) -> Lateness | None:
+    def lateness(
+        self, limits: HttpLimits, now: float, is_paused: bool, num_unsent: int, is_whole: bool = False
+    ) -> Lateness | None:
         """Returns in what the client is too slow, or None. `is_paused` says that the server does not read now, so that
         a client that sends nothing is not to blame. `num_unsent` counts the bytes that wait for the client, if nothing
-        is added to them now, otherwise 0. Side effect: the method remembers both for its next call."""
-        if num_unsent != self._unsent or not num_unsent:
+        is added to them now, otherwise 0. `is_whole` says that nothing more of the answer will be added. Side effect:
+        the method remembers what waits for its next call."""
+        has_taken = num_unsent < self._unsent
+        if not num_unsent or num_unsent > self._unsent or (has_taken and not is_whole):
             self._unsent, self._unsent_since_s = num_unsent, now
-        elif now - self._unsent_since_s > limits.write_timeout_s:
-            return Lateness.READING
+        elif (waited_s := now - self._unsent_since_s) > limits.write_timeout_s:
+            if self._unsent - num_unsent < limits.min_body_bytes_per_s * waited_s:
+                return Lateness.READING
+            self._unsent, self._unsent_since_s = num_unsent, now
         if is_paused:
             self._since_s = now
             return None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+from operator import itemgetter
 from typing import Any
 
 import httptools
@@ -85,9 +86,17 @@ class ConnectionGuard:
             self.check(asyncio.get_running_loop().time())
 
     def check(self, now: float) -> None:
-        """Ends the connections that are too slow at the time `now` of the event loop."""
+        """Ends the connections that are too slow at the time `now` of the event loop, and those for which most waits
+        if too much waits for all together."""
         for connection in list(self.connections):
             connection.check(now)
+        waiting = [(connection.num_unsent, connection) for connection in self.connections]
+        excess = sum(num_unsent for num_unsent, _ in waiting) - self.limits.max_unsent_bytes
+        for num_unsent, connection in sorted(waiting, key=itemgetter(0), reverse=True):
+            if excess <= 0:
+                break
+            excess -= num_unsent
+            connection.transport.abort()
 
 
 class GuardedProtocol(HttpToolsProtocol):
@@ -256,12 +265,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     # ------------------------------------------------------------ refusals
 
+    @property
+    def num_unsent(self) -> int:
+        """Counts the bytes that wait for the client."""
+        return int(self.transport.get_write_buffer_size())
+
     def check(self, now: float) -> None:
         """Ends the connection if its client is too slow at the time `now`."""
         is_whole = self.cycle is not None and self.cycle.response_complete
         is_stalled = self.flow.write_paused or is_whole or self._pace.phase is ReadPhase.REFUSED
-        num_unsent = self.transport.get_write_buffer_size() if is_stalled else 0
-        late = self._pace.lateness(self._limits, now, self.flow.read_paused, num_unsent)
+        num_unsent = self.num_unsent if is_stalled else 0
+        late = self._pace.lateness(self._limits, now, self.flow.read_paused, num_unsent, is_whole)
         if late in (Lateness.READING, Lateness.REFUSED):
             self.transport.abort()
         elif late is Lateness.SILENT:

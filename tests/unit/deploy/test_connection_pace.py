@@ -55,6 +55,26 @@ def test_a_client_that_takes_nothing_of_what_waits_is_late() -> None:
     assert late(pace, 222.0, num_unsent=0) is None
 
 
+def test_what_is_left_of_a_complete_answer_must_be_taken_at_a_least_rate() -> None:
+    """A client that takes a byte now and then holds the answer as long as it likes otherwise."""
+
+    def late_in(taken_each: int) -> float | None:
+        pace = ConnectionPace(0.0)
+        pace.enter(ReadPhase.IDLE, 0.0)
+        for second in range(200):
+            num_unsent = max(0, 20_000 - taken_each * second)
+            if pace.lateness(LIMITS, float(second), False, num_unsent, is_whole=True) is Lateness.READING:
+                return second
+        return None
+
+    assert late_in(99) == 61
+    assert late_in(101) is None
+    pace = ConnectionPace(0.0)
+    for second in range(0, 200, 50):
+        pace.enter(ReadPhase.HEAD, second)
+        assert late(pace, second, num_unsent=20_000 - second) is None, "each answer has its own time"
+
+
 def test_a_refused_client_has_a_moment_to_read_why() -> None:
     pace = ConnectionPace(0.0)
     pace.enter(ReadPhase.REFUSED, 50.0)
