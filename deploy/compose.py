@@ -394,9 +394,9 @@ def http_limits(config: ClusterConfig) -> HttpLimits:
         max_connections=config.server.max_connections,
         header_timeout_s=config.server.header_timeout_s,
         body_timeout_s=config.server.body_timeout_s,
-        min_body_bytes_per_s=config.server.min_body_bytes_per_s,
     )
-    return replace(limits, write_timeout_s=config.server.write_timeout_s)
+    server = config.server
+    return replace(limits, write_timeout_s=server.write_timeout_s, min_body_bytes_per_s=server.min_body_bytes_per_s)
 
 
 def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
@@ -420,6 +420,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         takes_image_embeds=media.image_embeds,
         max_body_bytes=config.server.max_body_bytes,
         write_timeout_s=config.server.write_timeout_s,
+        min_answer_bytes_per_s=config.server.min_body_bytes_per_s,
         max_bodies_bytes=config.router.max_bodies_bytes,
         max_in_flight=config.router.max_in_flight,
         max_prompt_tokens=config.router.max_prompt_tokens,
@@ -444,6 +445,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         max_stop_strings=config.limits.max_stop_strings,
         max_stop_chars=config.limits.max_stop_chars,
         max_stop_token_ids=config.limits.max_stop_token_ids,
+        max_prompt_logprobs=config.limits.max_prompt_logprobs,
         grammar=grammar_limits(config),
         min_priority=config.router.min_priority,
         heartbeat_s=config.router.heartbeat_s,

@@ -66,8 +66,9 @@ class ServerSection(Section):
     body_timeout_s: float = Field(default_of(HttpLimits, "body_timeout_s"), gt=0)
     """A client may take this long to send the body of a request, and longer if the body comes at
     `min_body_bytes_per_s` or faster; then it is answered 408."""
-    min_body_bytes_per_s: int = Field(default_of(HttpLimits, "min_body_bytes_per_s"), ge=1)
-    """Sets the rate at which a body that takes longer than `body_timeout_s` must come."""
+    min_body_bytes_per_s: int = Field(default_of(RouterConfig, "min_answer_bytes_per_s"), ge=1)
+    """Sets the rate at which a body that takes longer than `body_timeout_s` must come, and that at which a whole answer
+    must be taken that takes longer than `write_timeout_s`."""
     write_timeout_s: float = Field(default_of(RouterConfig, "write_timeout_s"), gt=0)
     """A client that takes nothing of its answer for this long is disconnected, and its request ends."""
     drain_s: float = Field(30.0, ge=0)
@@ -127,7 +128,8 @@ class RouterSection(Section):
     max_in_flight: int = Field(default_of(RouterConfig, "max_in_flight"), ge=1)
     """Limits the requests that each router has admitted and not ended; a further request is answered 429."""
     max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
-    """Limits the bodies of all requests in flight together, in each router."""
+    """Limits the bodies of all requests in flight together, and the large answers that their clients have not taken, in
+    each router."""
     max_prompt_tokens: int = Field(default_of(RouterConfig, "max_prompt_tokens"), ge=1)
     """Limits the prompt tokens of all requests in flight together, in each router; a further request is answered
     429."""

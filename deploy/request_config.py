@@ -242,6 +242,9 @@ class LimitsSection(Section):
     """Limits the characters of each stop string."""
     max_stop_token_ids: int = Field(default_of(RouterConfig, "max_stop_token_ids"), ge=1)
     """Limits the ids of `stop_token_ids`."""
+    max_prompt_logprobs: int = Field(default_of(RouterConfig, "max_prompt_logprobs"), ge=1)
+    """Limits the log-probabilities of the prompts in one answer (`prompt_logprobs`, and `logprobs` with `echo`): the
+    tokens of the prompts, times the alternatives of each and one more, times the choices."""
     max_grammar_bytes: Bytes = default_of(GrammarLimits, "max_bytes")
     """Limits the text of a JSON schema, of a regular expression, or of all choices together."""
     max_schema_depth: int = Field(default_of(GrammarLimits, "max_depth"), ge=1, le=128)

@@ -122,7 +122,8 @@ class RouterConfig:
     """Says whether clients may send the features of pictures (`image_embeds`)."""
     max_body_bytes: int = 32 * MIB
     max_bodies_bytes: int = 1024 * MIB
-    """Limits the bytes of the bodies (and of the media cut from them) of all requests in flight together."""
+    """Limits the bytes of the bodies (and of the media cut from them) of all requests in flight together, and of large
+    answers that their clients have not taken."""
     max_in_flight: int = 256
     max_prompt_tokens: int = 8 * MIB
     """Limits the prompt tokens of all requests in flight together."""
@@ -192,6 +193,10 @@ class RouterConfig:
     """A worker may take this long to answer an abort with its terminal event."""
     write_timeout_s: float = 120.0
     """The router treats a reader that takes nothing for this long as gone."""
+    min_answer_bytes_per_s: int = 16 * 1024
+    """A whole answer may take `write_timeout_s`, and longer by the time that this rate allows for its size."""
+    max_prompt_logprobs: int = 2**17
+    """Limits the log-probabilities of the prompts in one answer, each of which has 70 to 80 bytes there."""
     retry_after_s: float = 1.0
     """This is the value of Retry-After when the error does not name one."""
     planner: PlannerSettings = field(default_factory=PlannerSettings)

@@ -12,6 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from fabric.contracts import (
@@ -38,7 +39,7 @@ from fabric.contracts import (
 from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
-from router.api import ChatRequest, GenerationFields
+from router.api import ChatRequest, GenerationFields, check_scores, num_prompt_scores
 from router.cost_file import CostFile
 from router.fetch import SHARED_TENANT, FetchedFile
 from router.member_feeds import MemberFeeds
@@ -94,6 +95,7 @@ class RouterService:
         shape = prompt_builder.family.shape
         self._codec = prompt_builder.codec
         self._prompt_builder = prompt_builder
+        self._answer_thread = ThreadPoolExecutor(1, thread_name_prefix="answer")
         self._runs: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None
         self._cost_file = CostFile(config.costs_file, config.model_name, wall_time)
@@ -152,6 +154,7 @@ class RouterService:
         await self._context.tasks.cancel_all(STOP_TIMEOUT_S)
         await self._cost_file.write(self._learned)
         await self._prompt_builder.close()
+        self._answer_thread.shutdown(wait=False, cancel_futures=True)
 
     def _learned(self, wall_s: float) -> SavedCosts:
         return self._context.cluster.learned(self._context.clock.now(), wall_s)
@@ -316,18 +319,24 @@ class RouterService:
         """Returns what `read` makes of a request's body. Raises the InvalidRequest that `read` raises."""
         return await self._prompt_builder.parse(read, body)
 
+    async def write(self, make: Callable[[], bytes]) -> bytes:
+        """Returns the large answer that `make` writes, in a thread. There is one, because the interpreter runs one at a
+        time; answers beyond it wait."""
+        return await asyncio.get_running_loop().run_in_executor(self._answer_thread, make)
+
     async def open(
         self,
         request: PromptRequest,
         ticket: Ticket | None = None,
         label: str | None = None,
         news: asyncio.Event | None = None,
+        num_scores: int = 0,
     ) -> RequestStream:
         """Starts a request. Raises Overloaded, Draining, or a RequestRefused; Busy or Unavailable if a medium can't be
         read now. Later errors (also a lack of capacity, and a deadline out of reach) come through the stream. Without a
         ticket the request takes one, and releases it at its terminal event; the caller that gives a ticket also
-        releases it. `label` is the client's own name for the request, and `news` the event that the stream sets (see
-        `JoinedStreams`)."""
+        releases it. `label` is the client's own name for the request, `news` the event that the stream sets (see
+        `JoinedStreams`), and `num_scores` counts the log-probabilities of the answer's earlier prompts."""
         own = self.admission.admit() if ticket is None else None
         ticket = ticket or own
         assert ticket is not None
@@ -345,6 +354,7 @@ class RouterService:
             trace.add("read", from_s=admitted_at_s)
             prompt = await self._prompt_builder.plan(draft)
             check_not_empty(prompt, request)
+            check_scores(request, len(prompt.token_ids), num_scores, self.config)
             modality_to_s = media_seconds(draft.media)
             keep_prompt = ticket.take_prompt(len(prompt.token_ids), sum(modality_to_s.values()))
             terms = terms._replace(keep_prompt=keep_prompt)
@@ -386,6 +396,9 @@ class RouterService:
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)
         may_see_all = terms.caller.is_operator or self.keys.is_open
         stream.record = trace.to_json if may_see_all else trace.public_json
+        stream.num_prompt_scores = num_prompt_scores(draft.request, len(prompt.token_ids))
+        num_top = draft.request.num_top_logprobs
+        stream.scores_per_token = 0 if num_top is None else 1 + num_top
         stream.answer, stream.media_s = draft.answer, sum(media_seconds(draft.media).values())
         degradation = DegradationPolicy(
             wanted_policy(draft.request) or self.config.on_encode_failure,

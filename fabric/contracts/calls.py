@@ -11,6 +11,7 @@ module knows nothing of how a call is served.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
@@ -202,15 +203,15 @@ class PromptLogprobs(Wire, frozen=True):
     ranks: bytes
     """Holds the ranks of the prompt's tokens as int32, with shape `(num_prompt_tokens - 1,)`."""
 
-    def tokens(self) -> list[PromptToken]:
-        """Returns the scores of the tokens at positions 1, 2 and so on."""
-        token_ids = np.frombuffer(self.token_ids, "<i4").reshape(-1, 1 + self.num_top).tolist()
-        logprobs = np.frombuffer(self.logprobs, "<f4").reshape(-1, 1 + self.num_top).tolist()
+    def tokens(self) -> Iterator[PromptToken]:
+        """Yields the scores of the tokens at positions 1, 2 and so on. They are made one by one, because a long prompt
+        has so many that collecting garbage among them would stop the process for a while."""
+        token_ids = np.frombuffer(self.token_ids, "<i4").reshape(-1, 1 + self.num_top)
+        logprobs = np.frombuffer(self.logprobs, "<f4").reshape(-1, 1 + self.num_top)
         ranks = np.frombuffer(self.ranks, "<i4").tolist()
-        return [
-            PromptToken(ids[0], rank, TokenLogprobs(values[0], tuple(zip(ids[1:], values[1:], strict=True))))
-            for ids, values, rank in zip(token_ids, logprobs, ranks, strict=True)
-        ]
+        for row, rank in enumerate(ranks):
+            ids, values = token_ids[row].tolist(), logprobs[row].tolist()
+            yield PromptToken(ids[0], rank, TokenLogprobs(values[0], tuple(zip(ids[1:], values[1:], strict=True))))
 
 
 # ---------------------------------------------------------------- calls

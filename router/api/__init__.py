@@ -64,7 +64,9 @@ from router.api.generation_fields import (
     TokenDetailFields,
     check_generation,
     check_model,
+    check_scores,
     model_not_found,
+    num_prompt_scores,
 )
 from router.api.http_errors import ERROR_TO_STATUS, envelope, http_error, status_of
 from router.api.request_body import quoted
@@ -125,6 +127,7 @@ __all__ = [
     "check_generation",
     "check_messages",
     "check_model",
+    "check_scores",
     "chosen_names",
     "completion",
     "describe_flaw",
@@ -136,6 +139,7 @@ __all__ = [
     "logprobs_object",
     "model_not_found",
     "model_object",
+    "num_prompt_scores",
     "parse_chat",
     "parse_completion",
     "parse_detokenize",

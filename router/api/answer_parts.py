@@ -134,22 +134,20 @@ def scores_list(tokens: Sequence[ScoredToken], bytes_of: TokenBytes) -> list[dic
 
 def prompt_logprobs_list(scores: PromptLogprobs | None, bytes_of: TokenBytes) -> list[object] | None:
     """Returns vLLM's `prompt_logprobs`: one entry per token of the prompt, which maps token ids to their scores. The
-    first entry is None, because nothing predicts the first token."""
+    first entry is None, because nothing predicts the first token. Each entry is encoded by itself, because the objects
+    of a long prompt would take many times the memory of its answer."""
     if scores is None:
         return None
+    texts: dict[int, str] = {}
     entries: list[object] = [None]
     for token in scores.tokens():
         ranked = [(top_id, logprob, rank) for rank, (top_id, logprob) in enumerate(token.logprobs.top, 1)]
-        entries.append(
-            {
-                str(token_id): {
-                    "logprob": max(logprob, LEAST),
-                    "rank": rank,
-                    "decoded_token": bytes_of(token_id).decode(errors="replace"),
-                }
-                for token_id, logprob, rank in [*ranked, (token.token_id, token.logprobs.logprob, token.rank)]
-            }
-        )
+        entry = {}
+        for token_id, logprob, rank in [*ranked, (token.token_id, token.logprobs.logprob, token.rank)]:
+            if token_id not in texts:
+                texts[token_id] = bytes_of(token_id).decode(errors="replace")
+            entry[str(token_id)] = {"logprob": max(logprob, LEAST), "rank": rank, "decoded_token": texts[token_id]}
+        entries.append(msgspec.Raw(msgspec.json.encode(entry)))
     return entries
 
 

@@ -201,6 +201,26 @@ def check_generation(fields: GenerationFields, config: RouterConfig, vocab_size:
     _check_stops(fields, config, vocab_size)
 
 
+def num_prompt_scores(fields: GenerationFields, num_tokens: int) -> int:
+    """Counts the log-probabilities of a prompt of `num_tokens` in the answer. Each choice may repeat them."""
+    num_top = fields.prompt_outputs.num_top_logprobs
+    return 0 if num_top is None else num_tokens * (1 + num_top) * fields.num_choices
+
+
+def check_scores(fields: GenerationFields, num_tokens: int, num_before: int, config: RouterConfig) -> None:
+    """Raises InvalidRequest if the answer would have too many log-probabilities of prompts. `num_before` counts those
+    of its earlier prompts."""
+    own = num_prompt_scores(fields, num_tokens)
+    if own and num_before + own > config.max_prompt_logprobs:
+        is_own = isinstance(fields, TokenDetailFields) and fields.prompt_logprobs is not None
+        name = "prompt_logprobs" if is_own else "logprobs"
+        message = (
+            f"the answer would have {num_before + own} log-probabilities of prompt tokens, and the limit is "
+            f"{config.max_prompt_logprobs} (limits.max_prompt_logprobs); lower `{name}`, or shorten the prompt"
+        )
+        raise InvalidRequest(message, param=name)
+
+
 def check_model(wanted: str, served: str) -> None:
     """Raises ModelNotFound if a request names another model than the one that is served."""
     if wanted != served:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ from router.edge.event_stream import EventStream
 from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
 from router.edge.route_table import RouteTable
 from router.edge.tickets import Tickets
+from router.edge.whole_answer import WholeAnswer
 from router.observe import Found, RequestFilter
 from router.prompt import PromptRequest
 from router.run import JoinedStreams, RequestStream, Ticket, check_tenant
@@ -65,6 +67,10 @@ from router.service import RouterService
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EMBEDDED_AT_ONCE = 16
 """A request for many embeddings has this many of them computed at once, so that it leaves places to others."""
+SCORES_IN_LOOP = 512
+"""An answer of at most this many log-probabilities is written in the event loop, which takes it some milliseconds."""
+EMBEDDINGS_IN_LOOP_BYTES = 16 * 1024
+"""The same holds for embeddings that take so many bytes."""
 ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -177,7 +183,8 @@ class HttpEdge:
         self, request: Request, answer: Callable[[Opened], Awaitable[Response]], body_type: BodyType = "json"
     ) -> Response:
         """Handles an exchange from the client's bytes to its answer: finds the tenant, takes a place among the requests
-        in flight, reads the body, and leaves the rest to `answer`, which also returns the tickets."""
+        in flight, reads the body, and leaves the rest to `answer`. A response that writes an answer returns the tickets
+        when it is written; otherwise they are returned here."""
         service, label = self._service, client_label(request)
         caller = caller_of(request.scope)
         try:
@@ -196,12 +203,16 @@ class HttpEdge:
             except WeftError as error:
                 service.count_refusal(caller, error)
                 return self._refusal(request, error, headers, is_body_unread=True)
-            undo.pop_all()
-        return await answer(Opened(body, Tickets(ticket), headers))
+            tickets = Tickets(ticket)
+            undo.callback(tickets.release)
+            response = await answer(Opened(body, tickets, headers))
+            if isinstance(response, EventStream | WholeAnswer):
+                undo.pop_all()
+        return response
 
     async def _answer(self, request: Request, endpoint: Endpoint, opened: Opened) -> Response:
-        """Answers a request with a complete body. If the answer is streamed, the event stream takes over the tickets
-        and the watch; otherwise all end here."""
+        """Answers a request with a complete body. If the answer is streamed, the event stream takes over the stream
+        and the watch; otherwise both end here."""
         service, watch = self._service, ClientWatch(request.receive)
         tickets, headers = opened.tickets, opened.headers
         stream: JoinedStreams | None = None
@@ -223,9 +234,9 @@ class HttpEdge:
                 await watch.race(stream.started())
                 is_handed_on = True
                 return EventStream(stream, writer, headers, watch, tickets, service.config.write_timeout_s)
-            await watch.race(take_all(stream, writer))
+            content = await watch.race(self._written(stream, writer))
             note_answer(request.scope, stream)
-            return Response(writer.whole(), media_type=asked.media_type, headers=headers)
+            return self._whole(content, asked.media_type, opened)
         except WeftError as error:
             return self._refusal(request, error if asked is None else placed(error, asked.place), headers)
         finally:
@@ -233,7 +244,26 @@ class HttpEdge:
                 if stream is not None:
                     stream.close()
                 watch.close()
-                tickets.release()
+
+    async def _written(self, stream: JoinedStreams, writer: AnswerWriter) -> bytes:
+        """Returns a whole answer once it has ended. One with many log-probabilities takes long to write, so a thread
+        does that. Raises the error that ended a request."""
+        await stream.ended()
+        batches = [deltas async for deltas in stream]
+
+        def write() -> bytes:
+            for deltas in batches:
+                writer.take(deltas)
+            return writer.whole()
+
+        return write() if stream.num_scores <= SCORES_IN_LOOP else await self._service.write(write)
+
+    def _whole(self, content: bytes, media_type: str, opened: Opened) -> WholeAnswer:
+        """Returns the response of a whole answer, which takes over the tickets. Raises Overloaded if too many answers
+        wait for their clients."""
+        config = self._service.config
+        times = config.write_timeout_s, config.min_answer_bytes_per_s
+        return WholeAnswer(content, media_type, opened.headers, opened.tickets, *times)
 
     async def _open(self, asked: Asked, tickets: Tickets, label: str | None) -> JoinedStreams:
         """Starts the requests of an answer; each has a ticket of its own. If one of them is refused, the others end.
@@ -255,7 +285,8 @@ class HttpEdge:
         streams: list[RequestStream] = []
         try:
             for each, ticket in zip(requests, tickets, strict=True):
-                streams.append(await self._service.open(each, ticket, label, news))
+                num_scores = sum(stream.num_prompt_scores for stream in streams)
+                streams.append(await self._service.open(each, ticket, label, news, num_scores))
         except BaseException as error:  # However it ends, no request of a refused answer goes on.
             for stream in streams:
                 stream.close()
@@ -274,12 +305,11 @@ class HttpEdge:
             watch = ClientWatch(request.receive)
             try:
                 content = await watch.race(self._embed(opened, client_label(request)))
-                return Response(content, media_type="application/json", headers=opened.headers)
+                return self._whole(content, "application/json", opened)
             except WeftError as error:
                 return self._refusal(request, placed(error, embedding_place), opened.headers)
             finally:
                 watch.close()
-                opened.tickets.release()
 
         return await self._exchange(request, answer)
 
@@ -308,7 +338,9 @@ class HttpEdge:
             embeddings += stream.embeddings
             usages += [stream.usage] if stream.usage is not None else []
             tickets.release_others()
-        return embeddings_answer(asked, config.model_name, embeddings, usages)
+        write = partial(embeddings_answer, asked, config.model_name, embeddings, usages)
+        is_small = sum(map(len, embeddings)) <= EMBEDDINGS_IN_LOOP_BYTES
+        return write() if is_small else await service.write(write)
 
     # ------------------------------------------------------------ tokens
 
@@ -343,12 +375,11 @@ class HttpEdge:
             watch = ClientWatch(request.receive)
             try:
                 content = await watch.race(compute(opened))
-                return Response(content, media_type="application/json", headers=opened.headers)
+                return self._whole(content, "application/json", opened)
             except WeftError as error:
                 return self._refusal(request, error, opened.headers)
             finally:
                 watch.close()
-                opened.tickets.release()
 
         return await self._exchange(request, answer)
 
@@ -473,13 +504,6 @@ def windows(num_items: int, most: int) -> Iterator[tuple[int, int]]:
     """Yields the beginning and end of parts of at most `most` items each."""
     for begin in range(0, num_items, most):
         yield begin, min(begin + most, num_items)
-
-
-async def take_all(stream: JoinedStreams, writer: AnswerWriter) -> None:
-    """Hands a whole answer to its writer. Raises the error that ended a request."""
-    await stream.ended()
-    async for deltas in stream:
-        writer.take(deltas)
 
 
 def placed(error: WeftError, place: Callable[[str], str]) -> WeftError:

@@ -1,5 +1,6 @@
-"""Writes a streamed answer to a client that may be slow: `PacedWriter` ends the wait for a client that takes nothing,
-and sends a comment when the answer pauses, so that proxies and clients don't take the connection for dead.
+"""Writes an answer to a client that may be slow: `PacedWriter` ends the wait for a client that takes nothing or too
+little, and sends a comment when a streamed answer pauses, so that proxies and clients don't take the connection for
+dead.
 
 One timer per stream serves both, because a timer per written event would cost more than the event. The module knows
 nothing of what is written.
@@ -8,6 +9,7 @@ nothing of what is written.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -41,10 +43,14 @@ class PacedWriter:
         write_timeout_s: float,
         keep_alive_s: float = KEEP_ALIVE_S,
         timers: Timers | None = None,
+        limit_s: float = math.inf,
     ) -> None:
+        """With an infinite `keep_alive_s` it sends no comments. `limit_s` is the time from now in which everything must
+        be written."""
         self._send = send
         self._write_timeout_s, self._keep_alive_s = write_timeout_s, keep_alive_s
         self._timers: Timers = timers or asyncio.get_running_loop()
+        self._limit_s, self._ends_at_s = limit_s, self._timers.time() + limit_s
         self._changed_at_s = 0.0
         """This is the time at which the last write began or ended."""
         self._writer: asyncio.Task[object] | None = None
@@ -55,7 +61,7 @@ class PacedWriter:
 
     async def write(self, data: bytes, is_last: bool = False) -> None:
         """Sends `data`, and waits while the socket is full. Raises Aborted if the client takes nothing for too
-        long."""
+        long, or if the time for all is over."""
         if not data and not is_last:
             return
         self._check_pace()
@@ -88,6 +94,8 @@ class PacedWriter:
             raise self._stalled()
 
     def _stalled(self) -> Aborted:
+        if self._timers.time() >= self._ends_at_s:
+            return Aborted(f"the client has not taken the whole answer in {self._limit_s:g} s")
         return Aborted(f"the client has read nothing for {self._write_timeout_s:g} s")
 
     def _arm(self) -> None:
@@ -96,18 +104,21 @@ class PacedWriter:
         at_s = self._changed_at_s + min(self._keep_alive_s, self._write_timeout_s)
         if at_s <= now:
             at_s = min(self._changed_at_s + self._write_timeout_s, now + self._keep_alive_s)
+        at_s = min(at_s, self._ends_at_s)
         self._timer = self._timers.call_later(max(0.0, at_s - now), self._check)
 
     def _check(self) -> None:
         """Looks whether a write takes too long, or none has come for too long."""
-        passed_s = self._timers.time() - self._changed_at_s
-        if self._writer is not None:
-            if passed_s >= self._write_timeout_s:
-                self._is_stalled = True
+        now = self._timers.time()
+        passed_s = now - self._changed_at_s
+        is_waiting = self._writer is not None
+        if now >= self._ends_at_s or (is_waiting and passed_s >= self._write_timeout_s):
+            self._is_stalled = True
+            if self._writer is not None:
                 self._writer.cancel()
-                return
-        elif passed_s >= self._keep_alive_s:
-            self._changed_at_s = self._timers.time()
+            return
+        if not is_waiting and passed_s >= self._keep_alive_s:
+            self._changed_at_s = now
             if self._comment is None or self._comment.done():
                 self._comment = asyncio.ensure_future(self._send_comment())
         self._arm()

@@ -68,6 +68,15 @@ class JoinedStreams:
         return self._stream_of(choice).prompt_logprobs
 
     @property
+    def num_scores(self) -> int:
+        """Counts the log-probabilities of the whole answer, once the requests have ended."""
+        return sum(
+            stream.num_prompt_scores + stream.scores_per_token * stream.usage.num_completion_tokens
+            for stream in self._streams
+            if stream.usage is not None
+        )
+
+    @property
     def embeddings(self) -> list[bytes]:
         """Returns the embedding of each request, once the requests have ended."""
         return [stream.embedding for stream in self._streams]

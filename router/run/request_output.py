@@ -61,6 +61,10 @@ class RequestStream:
         """Holds the embedding of the prompt as float32, little-endian, if the request wants one and has ended."""
         self.prompt_logprobs: PromptLogprobs | None = None
         """Is set if the request wants the log-probabilities of its prompt and has ended."""
+        self.num_prompt_scores = 0
+        """Counts the log-probabilities of the prompt in the answer."""
+        self.scores_per_token = 0
+        """Counts the log-probabilities that the answer has of each generated token."""
         self.record: Callable[[], dict[str, object]] = dict
         """Returns the record of the request as JSON values; it is whole once the stream has ended."""
         self._error: WeftError | None = None

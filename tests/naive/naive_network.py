@@ -150,3 +150,57 @@ def writes_without_backpressure(guards: Guards) -> None:
         sent = asyncio.ensure_future(self._send({"type": "http.response.body", "body": data, "more_body": not is_last}))
         await asyncio.sleep(0)
         self.unsent = [*getattr(self, "unsent", ()), sent]
+
+
+WHOLE = "unit/router/test_whole_answers.py::"
+
+
+@naive(
+    "Many clients ask for large answers and take none of them.",
+    "",
+    "router/edge/whole_answer.py",
+    f"{WHOLE}test_a_large_answer_is_in_flight_until_its_client_has_taken_it",
+    "assert 0 == 1",
+)
+def forgets_what_it_answers(guards: Guards) -> None:
+    """Counts a request until its answer is made, and hands the answer to the server as a whole."""
+    from starlette.responses import Response
+
+    def whole(self: Any, content: bytes, media_type: str, opened: Any) -> Response:
+        return Response(content, media_type=media_type, headers=opened.headers)
+
+    guards.replace("router.edge.app:HttpEdge._whole", whole)
+
+
+@naive(
+    "A client takes a large answer byte by byte.",
+    "",
+    "router/edge/paced_writer.py",
+    f"{WHOLE}test_a_whole_answer_must_be_taken_at_a_least_rate[20-False]",
+    "assert",
+)
+def waits_while_bytes_are_taken(guards: Guards) -> None:
+    """Begins the time limit again whenever the client takes something."""
+    init: Any = None
+
+    def without_limit(self: Any, *arguments: Any) -> None:
+        init(self, *arguments[:4])
+
+    init = guards.replace("router.edge.paced_writer:PacedWriter.__init__", without_limit)
+
+
+@naive(
+    "Many clients leave a little of their answers with the server.",
+    "",
+    "deploy/http_protocol.py",
+    "unit/deploy/test_connection_guard.py::test_the_connections_for_which_most_waits_are_closed_until_the_rest_fits",
+    "assert",
+)
+def limits_each_connection_alone(guards: Guards) -> None:
+    """Looks at what waits for each client, and not at the sum."""
+
+    def check(self: Any, now: float) -> None:
+        for connection in list(self.connections):
+            connection.check(now)
+
+    guards.replace("deploy.http_protocol:ConnectionGuard.check", check)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from typing import Any
 
 from naive_plugin import Guards
 from naive_variant import naive
 
 # ------------------------------------------------------------ what a request asks for
+
+WHOLE = "unit/router/test_whole_answers.py::"
 
 
 @naive(
@@ -119,6 +122,34 @@ def shows_the_exception(guards: Guards) -> None:
     @guards.method("router.edge.app:internal_error")
     async def answer(request: object, error: Exception) -> JSONResponse:
         return JSONResponse({"error": {"message": str(error), "type": "server_error"}}, 500)
+
+
+@naive(
+    "One answer has log-probabilities for a long prompt, for each of its alternatives and for each choice.",
+    "",
+    "router/api/generation_fields.py",
+    f"{WHOLE}test_the_log_probabilities_of_all_prompts_are_limited_before_they_are_computed[1-fields0-prompt_logprobs]",
+    "assert 200 == 400",
+)
+def scores_any_prompt(guards: Guards) -> None:
+    """Limits the alternatives of a token, and not the answer."""
+    guards.replace("router.api.generation_fields:check_scores", lambda *asked: None)
+
+
+@naive(
+    "Nobody is served while a large answer is written.",
+    "",
+    "router/service.py",
+    f"{WHOLE}test_a_large_answer_is_written_beside_the_event_loop",
+    "assert",
+)
+def writes_in_the_event_loop(guards: Guards) -> None:
+    """Writes every answer in the event loop."""
+
+    async def write(self: object, make: Callable[[], bytes]) -> bytes:
+        return make()
+
+    guards.replace("router.service:RouterService.write", write)
 
 
 @naive(

@@ -58,7 +58,7 @@ def check_embedding(result: GenerateResult, of: Prompt, wanted: PromptOutputs) -
 def check_logprobs(result: GenerateResult, of: Prompt, num_top: int = NUM_TOP) -> None:
     assert result.error is None
     assert result.prompt_logprobs is not None
-    scored, raw = result.prompt_logprobs.tokens(), whole(of)[1]
+    scored, raw = list(result.prompt_logprobs.tokens()), whole(of)[1]
     assert [one.token_id for one in scored] == list(of.token_ids[1:])
     for position, one in enumerate(scored):
         row = raw[position]
@@ -113,7 +113,7 @@ async def test_more_rows_than_are_scored_at_once_and_no_top() -> None:
         assert result.prompt_logprobs is not None
         raw = whole(of)[1]
         expected = [float(raw[at, token_id]) for at, token_id in enumerate(of.token_ids[1:])]
-        scored = result.prompt_logprobs.tokens()
+        scored = list(result.prompt_logprobs.tokens())
         assert [one.logprobs.logprob for one in scored] == pytest.approx(expected, abs=2e-3)
         assert {one.logprobs.top for one in scored} == {()}
 

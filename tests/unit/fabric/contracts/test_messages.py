@@ -159,11 +159,11 @@ def test_scores_of_a_prompt_are_read_row_by_row() -> None:
         np.array([[-1.5, -0.5], [-0.25, -0.25]], "<f4").tobytes(),
         np.array([2, 1], "<i4").tobytes(),
     )
-    assert packed.tokens() == [
+    assert list(packed.tokens()) == [
         calls.PromptToken(5, 2, calls.TokenLogprobs(-1.5, ((9, -0.5),))),
         calls.PromptToken(6, 1, calls.TokenLogprobs(-0.25, ((6, -0.25),))),
     ]
-    assert calls.PromptLogprobs(3, b"", b"", b"").tokens() == []
+    assert list(calls.PromptLogprobs(3, b"", b"", b"").tokens()) == []
 
 
 def test_a_request_of_a_router_without_outputs_wants_none() -> None:
