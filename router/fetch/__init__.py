@@ -4,8 +4,9 @@
 `pinned_network` connects to addresses that were validated and to no others. `fetching` asks one URL with these,
 `fetch_cache` keeps what may be used again, and `file_root` opens files under an allowed folder. `first_look` refuses a
 file by its first bytes while the rest is on its way. `url_fetcher` runs many fetches within budgets (`fetch_budget`),
-which parties share fairly (`fair_shares`), each file in sealed memory (`stored_file`). `fetch_process` runs all of this
-in a process beside the router, with which it talks over a `packet_channel`; `loop_fetcher` does without the process.
+which parties share fairly (`fair_shares`), each file in sealed memory (`stored_file`). `wire_meter` limits what an
+answer may cost beside its file, and `fair_turns` lets fetches run by turns. `fetch_process` runs all of this in a
+process beside the router, with which it talks over a `packet_channel`; `loop_fetcher` does without the process.
 `fetch_settings` says what is allowed, and how much time and memory fetching may take. The folder knows nothing of
 requests' formats, and of files only what the plugins say.
 """

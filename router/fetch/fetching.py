@@ -3,7 +3,8 @@ its limits.
 
 Every URL on the way is parsed and checked alike, and each connection is made by `PinnedNetwork`. The client is httpcore
 alone, which takes a URL in parts and knows neither proxies, nor cookies, nor passwords of the environment; it follows
-no redirects and decodes no content. What a server sends is never part of a message.
+no redirects and decodes no content. Each request has a connection of its own: on one that is kept, a server may have
+put what the next request would take for its answer. What a server sends is never part of a message.
 """
 
 from __future__ import annotations
@@ -25,15 +26,13 @@ from router.fetch.file_root import open_under
 from router.fetch.pinned_network import NameResolver, PinnedNetwork
 from router.fetch.stored_file import READ_BYTES, FileWriter, StoredFile
 from router.fetch.url_policy import FILE, FetchUrl, UrlPolicy, parse_url, redirected
+from router.fetch.wire_meter import MeteredStream, WireMeter
 
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 OK, NOT_MODIFIED = 200, 304
-NUM_KEPT_CONNECTIONS = 16
-KEPT_CONNECTION_S = 15.0
-"""An idle connection is kept for this long, for the next medium of the same host."""
 NUM_FILE_THREADS = 2
 """Reads this many files of `file:` URLs at once, because a file system may block."""
-_HEADERS = (("accept", "*/*"), ("accept-encoding", "identity"), ("user-agent", "weft"))
+_HEADERS = (("accept", "*/*"), ("accept-encoding", "identity"), ("user-agent", "weft"), ("connection", "close"))
 
 
 class GrowingFile(Protocol):
@@ -59,6 +58,11 @@ class GrowingFile(Protocol):
     def end(self) -> None:
         """Says that all bytes have arrived. Raises InvalidMedia if the file will be refused."""
         ...
+
+
+class ServerGone(Exception):
+    """A `ServerGone` says that a server was too slow, or has left. It may have left because this machine was too slow,
+    which the caller knows."""
 
 
 class FetchedMedium(NamedTuple):
@@ -90,8 +94,7 @@ class MediumClient:
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=trusted,
             max_connections=settings.max_concurrent,
-            max_keepalive_connections=min(NUM_KEPT_CONNECTIONS, settings.max_concurrent),
-            keepalive_expiry=KEPT_CONNECTION_S,
+            max_keepalive_connections=0,
             network_backend=PinnedNetwork(AddressRules(settings.allowed_networks), resolver),
         )
 
@@ -107,7 +110,8 @@ class MediumClient:
 
     async def fetch(self, url: FetchUrl, salt: str, growing: GrowingFile) -> FetchedMedium:
         """Returns the medium of a URL from `parse`. Raises UrlRefused if it leads to one that may not be asked,
-        MediaUnreachable if it can't be fetched, InvalidMedia if it is too large, and Overloaded if there is no room."""
+        MediaUnreachable if it can't be fetched, ServerGone if that may be the fault of this machine, InvalidMedia if it
+        is too large, and Overloaded if there is no room."""
         if url.scheme == FILE:
             return FetchedMedium(await self._read(url, growing), False)
         try:
@@ -117,12 +121,12 @@ class MediumClient:
                     return found
                 url = found
         except httpcore.TimeoutException as error:
-            raise MediaUnreachable("the server of the URL did not answer in time") from error
+            raise ServerGone("the server of the URL did not answer in time") from error
         except (httpcore.ConnectError, ssl.SSLError) as error:
             message = "no connection to the server of the URL could be made, or its certificate is not trusted"
             raise MediaUnreachable(message) from error
         except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
-            raise MediaUnreachable("the answer of the URL's server is malformed or was cut off") from error
+            raise ServerGone("the answer of the URL's server is malformed or was cut off") from error
         raise MediaUnreachable(f"the URL redirects more than {self._settings.max_redirects} times")
 
     # ------------------------------------------------------------ HTTP
@@ -163,8 +167,9 @@ class MediumClient:
                 raise MediaUnreachable(f"the server of the URL answered with the status {response.status}")
             if headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
                 raise MediaUnreachable("the server of the URL compressed its answer, which was not asked for")
+            meter = _meter(response)
             await growing.announce(_length(headers))
-            file = await _received(response.aiter_stream(), growing)
+            file = await _received(response.aiter_stream(), growing, meter)
         for dropped in self._cache.put(key, file.digest, file.share(), file.num_bytes, terms, self._now()):
             dropped.close()
         return FetchedMedium(file, False)
@@ -205,11 +210,23 @@ def _taken_from_cache(held: StoredFile, growing: GrowingFile) -> FetchedMedium:
     return FetchedMedium(held.share(), True)
 
 
-async def _received(pieces: AsyncIterator[bytes], growing: GrowingFile) -> StoredFile:
-    """Receives a file. Raises InvalidMedia if it is empty, and what `growing` raises."""
+def _meter(response: httpcore.Response) -> WireMeter:
+    """Returns the meter of the connection of an answer whose head is complete."""
+    stream = response.extensions["network_stream"]
+    if not isinstance(stream, MeteredStream):
+        raise TypeError(f"the answer came by a {type(stream).__name__}, which is not metered")
+    stream.meter.head_ended()
+    return stream.meter
+
+
+async def _received(pieces: AsyncIterator[bytes], growing: GrowingFile, meter: WireMeter | None = None) -> StoredFile:
+    """Receives a file. Raises InvalidMedia if it is empty, MediaUnreachable if its pieces are too small, and what
+    `growing` raises."""
     writer = FileWriter()
     try:
         async for piece in pieces:
+            if meter is not None:
+                meter.hand_on(len(piece))
             growing.grow(writer.num_bytes + len(piece))
             growing.see(piece)
             try:

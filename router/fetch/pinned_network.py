@@ -1,7 +1,8 @@
 """Connects to addresses that were validated, and to no others. `PinnedNetwork` is what httpcore makes connections with:
 it is given the host of a URL, resolves it once, validates every address that the answer holds, and connects to one of
 exactly these. The name is not resolved again, so an answer that changes afterwards has no effect. TLS then checks the
-certificate against the host's name, which httpcore passes itself.
+certificate against the host's name, which httpcore passes itself. What is read from a connection is metered
+(`wire_meter`).
 
 An address that is forbidden and a name that has no address give the same error, so that an answer does not tell which
 names exist inside the operator's network.
@@ -20,6 +21,7 @@ import httpcore
 
 from fabric.contracts import MediaUnreachable, UrlRefused
 from router.fetch.address_rules import Address, AddressRules
+from router.fetch.wire_meter import MeteredStream, WireMeter
 
 NOT_ALLOWED = "the host of the URL has no address from which this server may fetch"
 NOT_RESOLVED = "the addresses of the URL's host could not be found in time"
@@ -81,14 +83,15 @@ class PinnedNetwork(httpcore.AsyncNetworkBackend):
         timeout: float | None = None,  # noqa: ASYNC109 - httpcore names it so
         local_address: str | None = None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
-    ) -> httpcore.AsyncNetworkStream:
-        """Returns a connection to the first validated address that answers. Raises UrlRefused if the host has no
-        address or one of its addresses is forbidden, MediaUnreachable if the resolver has no answer, and httpcore's
-        errors if no connection can be made within `timeout` seconds."""
+    ) -> MeteredStream:
+        """Returns a connection, for one answer of a server, to the first validated address that takes one. Raises
+        UrlRefused if the host has no address or one of its addresses is forbidden, MediaUnreachable if the resolver has
+        no answer, and httpcore's errors if no connection can be made within `timeout` seconds."""
         try:
             async with asyncio.timeout(timeout):
                 addresses = await self._validated(host)
-                return await self._connect(addresses, port, timeout, socket_options)
+                stream = await self._connect(addresses, port, timeout, socket_options)
+                return MeteredStream(stream, WireMeter())
         except TimeoutError as error:
             raise httpcore.ConnectTimeout("the connection took too long") from error
 

@@ -14,14 +14,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fabric.contracts import InvalidMedia, MediaUnreachable, Overloaded, WeftError
+from fabric.contracts import InvalidMedia, MachineBusy, MediaUnreachable, Overloaded, WeftError
 from modalities.family import ImageHeader
 from modalities.registry import Registry
 from router.fetch.fair_shares import SHARED_TENANT, FairShares, Party
+from router.fetch.fair_turns import FairTurns
 from router.fetch.fetch_budget import ByteAllowance, FetchBudget
 from router.fetch.fetch_cache import FetchCache, UrlKey
 from router.fetch.fetch_settings import MIB, FetchSettings
-from router.fetch.fetching import FetchedMedium, MediumClient
+from router.fetch.fetching import FetchedMedium, MediumClient, ServerGone
 from router.fetch.first_look import FirstLook, MediaJudge
 from router.fetch.pinned_network import NameResolver
 from router.fetch.stored_file import StoredFile
@@ -34,6 +35,10 @@ MEMORY_GREED = 2
 ones come and go."""
 FIRST_BYTES = MIB
 """A file of unknown size takes this much of the budget first, and twice as much each time that it outgrows it."""
+PROCESSOR_S = 2.0
+PROCESSOR_S_PER_BYTE = 0.1 / MIB
+"""A fetch may use this much processor time, and this much more for each byte of the file that has arrived: some ten
+times what a server of files makes it use."""
 
 
 class WantedMedium(NamedTuple):
@@ -90,6 +95,7 @@ class UrlFetcher:
         self._budget = FetchBudget(memory, FULL)
         places = FairShares(settings.max_concurrent, 1, settings.max_waiting)
         self._places = FetchBudget(places, f"no place for fetching the medium was free within {settings.wait_s:g} s")
+        self._turns = FairTurns()
         self._shared: dict[tuple[UrlKey, str], _SharedFetch] = {}
         self._requests: dict[int, _OpenRequest] = {}
 
@@ -104,7 +110,7 @@ class UrlFetcher:
 
     async def fetch(self, wanted: WantedMedium) -> HeldFile:
         """Fetches a medium. The caller closes the file. Raises UrlRefused, MediaUnreachable, InvalidMedia if it is too
-        large or will be refused, and Overloaded."""
+        large or will be refused, Overloaded, and MachineBusy if other fetches have kept it back for too long."""
         url = self._client.parse(wanted.url)
         request = wanted.request
         key = UrlKey(wanted.salt, url.text), wanted.modality
@@ -144,13 +150,17 @@ class UrlFetcher:
 
     async def _run(self, key: tuple[UrlKey, str], url: FetchUrl, shared: _SharedFetch) -> None:
         """Fetches a URL, and ends the shared fetch with the medium or with an error."""
-        settings = self._settings
+        limit_s = self._settings.total_timeout_s
+        fetch = self._turns.fetch(shared.party, lambda: self._take(key, url, shared), shared.processor_allowed_s)
         try:
-            async with self._place(shared.party), asyncio.timeout(settings.total_timeout_s):
-                medium = await self._client.fetch(url, key[0].salt, shared)
-                shared.header = await self._header(key[1], medium)
-        except TimeoutError:
-            shared.fail(MediaUnreachable(f"fetching the URL took more than {settings.total_timeout_s:g} s"))
+            async with self._place(shared.party), asyncio.timeout(limit_s):
+                medium = await fetch
+        except (TimeoutError, ServerGone) as error:
+            words = str(error) or f"fetching the URL took more than {limit_s:g} s"
+            if fetch.was_kept_back:
+                shared.fail(MachineBusy(f"{words}, while this server was busy with other media", retry_after_s=1.0))
+            else:
+                shared.fail(MediaUnreachable(words))
         except WeftError as error:
             shared.fail(error)
         except Exception as error:
@@ -163,6 +173,11 @@ class UrlFetcher:
             if self._shared.get(key) is shared:
                 del self._shared[key]
             shared.fail(Overloaded("the fetch was stopped"))
+
+    async def _take(self, key: tuple[UrlKey, str], url: FetchUrl, shared: _SharedFetch) -> FetchedMedium:
+        medium = await self._client.fetch(url, key[0].salt, shared)
+        shared.header = await self._header(key[1], medium)
+        return medium
 
     async def _header(self, modality: str, medium: FetchedMedium) -> ImageHeader | None:
         """Returns the header of an ordinary picture, or None. Closes the file if that fails."""
@@ -225,6 +240,7 @@ class _SharedFetch:
         self._listeners: list[_Listener] = []
         self._num_bytes = 0
         """This is the size of the file as far as it is known."""
+        self._num_arrived = 0
         self._number: int | None = None
         """This is the number of what the fetch holds of the budget."""
         self._reserved = 0
@@ -269,7 +285,12 @@ class _SharedFetch:
             self._reserved = more
 
     def see(self, piece: bytes) -> None:
+        self._num_arrived += len(piece)
         self._look.see(piece)
+
+    def processor_allowed_s(self) -> float:
+        """Returns how much processor time the fetch may have used by now."""
+        return PROCESSOR_S + PROCESSOR_S_PER_BYTE * self._num_arrived
 
     def see_whole(self, file: StoredFile) -> None:
         self._look.see(file.read_head(self._look.num_wanted))

@@ -364,4 +364,5 @@ async def test_what_is_asked_has_nothing_of_this_machine() -> None:
         await at.fetch("http://media.test:PORT/")
         (asked,) = at.allowed.asked
         host = f"media.test:{at.allowed.port}"
-        assert asked.headers == {"host": host, "accept": "*/*", "accept-encoding": "identity", "user-agent": "weft"}
+        ours = {"accept": "*/*", "accept-encoding": "identity", "user-agent": "weft", "connection": "close"}
+        assert asked.headers == ours | {"host": host}

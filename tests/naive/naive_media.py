@@ -17,6 +17,7 @@ from naive_variant import naive
 
 SSRF = "contract/test_fetch_ssrf.py::"
 FETCH = "contract/test_fetch_media.py::"
+FLOODS = "contract/test_fetch_floods.py::"
 
 
 @naive(
@@ -106,6 +107,79 @@ def follows_links(guards: Guards) -> None:
 def downloads_everything(guards: Guards) -> None:
     """Reads an answer to its end, whatever its size."""
     guards.replace("router.fetch.url_fetcher:_SharedFetch._charge", lambda self, num_bytes: None)
+
+
+@naive(
+    "A server of media sends chunks of one byte, each of which takes as long as one of thousands.",
+    "",
+    "router/fetch/wire_meter.py",
+    f"{FLOODS}test_an_answer_that_is_no_file_is_not_read_further[LoopFetcher-tiny chunks behind a file]",
+    "more bytes than the limit|processor time",
+)
+def reads_tiny_chunks(guards: Guards) -> None:
+    """Takes the pieces of a file as they come, and compares the file alone with its limit."""
+    guards.replace("router.fetch.wire_meter:WireMeter.read", lambda self, data: None)
+    guards.replace("router.fetch.wire_meter:WireMeter.hand_on", lambda self, num_bytes: None)
+    limit_processor_time(guards)
+
+
+@naive(
+    "A server of media sends interim answers (100 Continue) without end.",
+    "",
+    "router/fetch/wire_meter.py",
+    f"{FLOODS}test_an_answer_that_is_no_file_is_not_read_further[LoopFetcher-interim answers]",
+    "processor time",
+)
+def awaits_the_answer(guards: Guards) -> None:
+    """Reads until an answer has a final status."""
+    guards.replace("router.fetch.wire_meter:WireMeter.read", lambda self, data: None)
+    limit_processor_time(guards)
+
+
+def limit_processor_time(guards: Guards) -> None:
+    """Ends a fetch that does not end by itself, so that its test need not wait."""
+    guards.replace("router.fetch.url_fetcher:PROCESSOR_S", 0.5)
+    guards.replace("router.fetch.url_fetcher:PROCESSOR_S_PER_BYTE", 0.0)
+
+
+@naive(
+    "The fetches of one tenant have so much to parse that those of others do not run.",
+    "",
+    "router/fetch/fair_turns.py",
+    "unit/router/fetch/test_fair_turns.py::test_many_long_steps_of_one_party_leave_every_other_turn_to_another",
+    "assert",
+)
+def runs_what_is_ready(guards: Guards) -> None:
+    """Lets the event loop run what is ready, in the order of its arrival."""
+    guards.replace("router.fetch.fair_turns:FairTurns.ask", lambda self, party: None)
+
+
+@naive(
+    "A fetch without a limit of its own takes all the processor time that it can use.",
+    "",
+    "router/fetch/fair_turns.py",
+    f"{FLOODS}test_too_much_processor_time_is_an_error_of_the_request",
+)
+def counts_no_processor_time(guards: Guards) -> None:
+    """Limits a fetch by the clock alone."""
+    guards.replace("router.fetch.url_fetcher:_SharedFetch.processor_allowed_s", lambda self: 1e9)
+
+
+@naive(
+    "Behind its answer, a server sends the answer to the next request, which is another tenant's.",
+    "",
+    "router/fetch/fetching.py",
+    f"{FLOODS}test_a_second_answer_reaches_no_other_request[LoopFetcher-at once]",
+)
+def keeps_connections(guards: Guards) -> None:
+    """Keeps connections for the next request to the same host."""
+    from router.fetch.fetching import _HEADERS
+
+    pool: Any = None
+    pool = guards.replace(
+        "httpcore:AsyncConnectionPool", lambda **options: pool(**options | {"max_keepalive_connections": 16})
+    )
+    guards.replace("router.fetch.fetching:_HEADERS", [each for each in _HEADERS if each[0] != "connection"])
 
 
 # ------------------------------------------------------------ decoding
