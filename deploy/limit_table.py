@@ -4,18 +4,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
 from pydantic import BaseModel
 
 from deploy.config import ClusterConfig
+from deploy.http_limits import HttpLimits
 from deploy.tls import TlsFiles, check_tls
+from encoder_pool import encoder_config
 from fabric.contracts import ConfigError, ManualClock
+from modalities import probing
 from router.api import FIXED_LIMITS
 from router.fetch import MAX_URL_CHARS
+from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, OTHER_ENCODE_TIMEOUT_MS
 
+DEFAULT_HTTP = HttpLimits()
 SECTION_TO_KEYS = {
     "server": (
         "max_body_bytes",
@@ -48,8 +53,11 @@ SECTION_TO_KEYS = {
         "max_audio_seconds",
         "max_audio_bytes",
         "max_decoded_bytes",
+        "named_media_bytes",
+        "probe_cpu_s",
         "probe_timeout_s",
         "probe_memory_bytes",
+        "encode_timeout_ms",
     ),
     "media.fetch": (
         "max_redirects",
@@ -63,10 +71,28 @@ SECTION_TO_KEYS = {
         "in_flight_bytes",
         "memory_bytes",
     ),
-    "encoders": ("decode_memory_bytes", "max_decode_bytes"),
+    "encoders": ("decode_cpu_s", "decode_timeout_s", "decode_memory_bytes", "max_decode_bytes"),
     "limits": (),
 }
 """Maps a section to its keys that limit requests; an empty entry stands for all keys."""
+KEY_TO_DEFAULTS: dict[str, Mapping[str, float]] = {
+    "media.probe_cpu_s": probing.MODALITY_TO_CPU_S | {"other": probing.OTHER_CPU_S},
+    "media.encode_timeout_ms": MODALITY_TO_ENCODE_TIMEOUT_MS | {"other": OTHER_ENCODE_TIMEOUT_MS},
+    "encoders.decode_cpu_s": encoder_config.MODALITY_TO_CPU_S | {"other": encoder_config.OTHER_CPU_S},
+    "encoders.decode_timeout_s": encoder_config.MODALITY_TO_TIMEOUT_S | {"other": encoder_config.OTHER_TIMEOUT_S},
+}
+"""Maps a key to what holds for the modalities that it does not name."""
+HTTP_LIMITS = {
+    "max_headers": "headers of a request",
+    "max_target_bytes": "bytes of a path and its query",
+    "max_small_chunks": "small chunks of a body",
+    "large_chunk_bytes": "bytes of a body for each further chunk",
+    "max_extra_bytes": "bytes of a body's chunk extensions and trailers",
+    "max_pipelined": "pipelined requests of a connection",
+    "max_unsent_bytes": "bytes that wait for all clients of a server",
+    "linger_s": "seconds to read a refusal",
+}
+"""Maps the fields of `HttpLimits` that no key sets to what they limit."""
 
 
 class LimitRow(NamedTuple):
@@ -82,8 +108,11 @@ def limit_rows(config: ClusterConfig) -> Iterator[LimitRow]:
     for name, keys in SECTION_TO_KEYS.items():
         section: BaseModel = attrgetter(name)(config)
         for key in keys or type(section).model_fields:
-            yield LimitRow(f"{name}.{key}", _shown(key, getattr(section, key)))
-    for name, most in (FIXED_LIMITS | {"characters of a URL": MAX_URL_CHARS}).items():
+            value = getattr(section, key)
+            defaults = KEY_TO_DEFAULTS.get(f"{name}.{key}")
+            yield LimitRow(f"{name}.{key}", _shown(key, value if defaults is None else {**defaults, **value}))
+    http = {name: getattr(DEFAULT_HTTP, field) for field, name in HTTP_LIMITS.items()}
+    for name, most in (http | FIXED_LIMITS | {"characters of a URL": MAX_URL_CHARS}).items():
         yield LimitRow(f"({name})", _shown("", most))
     for name, tenant in config.tenants.items():
         for key in ("max_in_flight", "requests_per_minute", "tokens_per_minute", "media_seconds_per_minute"):
@@ -94,7 +123,7 @@ def limit_rows(config: ClusterConfig) -> Iterator[LimitRow]:
 
 def _shown(key: str, value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name}: {most}" for name, most in value.items()) or "the model's own"
+        return ", ".join(f"{name}: {most:,g}" for name, most in value.items()) or "the model's own"
     if value is None:
         return "none"
     if isinstance(value, bool):

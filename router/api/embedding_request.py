@@ -19,6 +19,7 @@ from fabric.contracts import InvalidRequest, PromptOutputs
 from router.api.answer_parts import Usage
 from router.api.chat_request import ChatRequest, check_chat
 from router.api.completion_request import MAX_TOKEN_VALUES, CompletionRequest, check_prompts
+from router.api.generation_fields import MAX_SALT_CHARS
 from router.api.request_body import parse_body, read_fields
 
 MAX_INPUTS = 2048
@@ -69,7 +70,7 @@ class EmbeddingRequest(BaseModel):
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
-    cache_salt: str | None = Field(None, max_length=256)
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
 
     @field_validator("input", mode="before")
     @classmethod

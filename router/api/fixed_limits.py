@@ -7,9 +7,15 @@ from router.api.chat_request import MAX_FRAMES
 from router.api.completion_request import MAX_PROMPTS, MAX_TOKEN_VALUES
 from router.api.embedding_request import MAX_INPUTS
 from router.api.file_part import MAX_TEXT_BYTES
-from router.api.generation_fields import MAX_BIASED_TOKENS, MAX_DEADLINE_MS, MAX_LISTED_FIELDS, MAX_TOP_LOGPROBS
+from router.api.generation_fields import (
+    MAX_BIASED_TOKENS,
+    MAX_DEADLINE_MS,
+    MAX_LISTED_FIELDS,
+    MAX_SALT_CHARS,
+    MAX_TOP_LOGPROBS,
+)
 from router.api.request_body import MAX_JSON_VALUES
-from router.api.tool_fields import MAX_TOOLS
+from router.api.tool_fields import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from router.api.transcription_request import MAX_FIELD_BYTES, MAX_PARTS
 
 FIXED_LIMITS = {
@@ -23,6 +29,8 @@ FIXED_LIMITS = {
     "characters of a uuid": MAX_UUID_LENGTH,
     "frames that a request asks for": MAX_FRAMES,
     "tools": MAX_TOOLS,
+    "characters of the name of a tool": MAX_TOOL_NAME_CHARS,
+    "characters of cache_salt": MAX_SALT_CHARS,
     "entries of logit_bias": MAX_BIASED_TOKENS,
     "alternatives of a token (top_logprobs)": MAX_TOP_LOGPROBS,
     "ms of a deadline": MAX_DEADLINE_MS,

@@ -26,6 +26,7 @@ MAX_BIASED_TOKENS = 1024
 MAX_LISTED_FIELDS = 64
 MAX_DEADLINE_MS = 3_600_000
 MAX_TOP_LOGPROBS = 20
+MAX_SALT_CHARS = 256
 
 
 class StreamOptions(BaseModel):
@@ -81,7 +82,7 @@ class GenerationFields(BaseModel):
     weft: WeftOptions | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: str | None = Field(None, max_length=256)
+    cache_salt: str | None = Field(None, max_length=MAX_SALT_CHARS)
     user: str | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None

@@ -19,7 +19,8 @@ from router.api.request_body import read_fields
 
 MAX_TOOLS = 128
 """Limits the tools of a request, as OpenAI does."""
-TOOL_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
+MAX_TOOL_NAME_CHARS = 64
+TOOL_NAME = f"^[a-zA-Z0-9_.-]{{1,{MAX_TOOL_NAME_CHARS}}}$"
 """Matches the name of a tool, as OpenAI names tools; the dot is an extension that MCP clients use."""
 ToolName = Annotated[str, Field(pattern=TOOL_NAME)]
 

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import re
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -11,8 +14,10 @@ from tls_files import expire, make_certificate
 
 import router.api
 from deploy.cli import main
+from deploy.compose import http_limits
 from deploy.config import ClusterConfig
-from deploy.limit_table import limit_lines, limit_rows
+from deploy.http_limits import HttpLimits
+from deploy.limit_table import HTTP_LIMITS, SECTION_TO_KEYS, limit_lines, limit_rows
 from fabric.contracts import ManualClock
 from router.router_config import Tenant
 from router.run import KeyBook
@@ -84,6 +89,90 @@ def test_every_limit_is_listed_with_its_effective_value() -> None:
     lines = limit_lines(config)
     assert len(lines) == len(rows) + 1
     assert len({line.index(rows[line.split()[0]], 30) for line in lines[1:] if line.split()[0] in rows}) == 1
+
+
+SECTION_TO_OTHER_KEYS = {
+    # These say where the server is, and how it stops.
+    "server": {"host", "port", "drain_s", "tls_cert_file", "tls_key_file", "tls_client_ca_file"},
+    # These are about the cluster's members and the router's own books.
+    "router": {
+        "replicas",
+        "max_index_blocks",
+        "max_index_items",
+        "heartbeat_s",
+        "lease_s",
+        "batch_wait_s",
+        "tokens_per_encoder_second",
+        "costs_file",
+        "links",
+    },
+    # These say how media are read, and what happens to those that are refused.
+    "media": {
+        "sampling",
+        "fps",
+        "num_pooled_frames",
+        "keep_fraction",
+        "probe_processes",
+        "fetch",
+        "on_encode_failure",
+    },
+    # These say what is fetched, and `cache_bytes` is about what is kept afterwards.
+    "media.fetch": {
+        "enabled",
+        "schemes",
+        "allowed_hosts",
+        "denied_hosts",
+        "allowed_networks",
+        "allowed_ports",
+        "cache_bytes",
+        "file_root",
+        "ca_file",
+    },
+}
+
+
+@pytest.mark.parametrize("name", SECTION_TO_OTHER_KEYS)
+def test_each_key_of_what_clients_meet_is_listed_or_is_no_limit(name: str) -> None:
+    """A new key has to be put on one side."""
+    keys = set(type(attrgetter(name)(ClusterConfig())).model_fields)
+    assert keys == set(SECTION_TO_KEYS[name]) | SECTION_TO_OTHER_KEYS[name]
+    assert not set(SECTION_TO_KEYS[name]) & SECTION_TO_OTHER_KEYS[name]
+
+
+def test_each_limit_of_the_http_server_is_listed_or_has_a_key() -> None:
+    fields = {field.name for field in dataclasses.fields(HttpLimits)}
+    assert fields - set(HTTP_LIMITS) <= set(SECTION_TO_KEYS["server"])
+    assert set(HTTP_LIMITS) < fields
+    rows = dict(limit_rows(ClusterConfig()))
+    assert rows["(headers of a request)"] == "256"
+    assert rows["(bytes of a path and its query)"] == "16,384"
+    changed = ClusterConfig.model_validate({"server": {"max_connections": 7}})
+    fixed = {name: getattr(http_limits(changed), name) for name in HTTP_LIMITS}
+    assert fixed == {name: getattr(HttpLimits(), name) for name in HTTP_LIMITS}, "no key sets them"
+
+
+def test_times_that_depend_on_the_modality_are_those_that_hold() -> None:
+    section = {"media": {"encode_timeout_ms": {"video": 90_000}}, "encoders": {"decode_cpu_s": {"image": 3}}}
+    rows = dict(limit_rows(ClusterConfig.model_validate(section)))
+    assert rows["media.encode_timeout_ms"] == "image: 10,000, audio: 20,000, video: 90,000, other: 60,000"
+    assert rows["encoders.decode_cpu_s"] == "image: 3, audio: 16, video: 48, other: 48"
+    assert rows["encoders.decode_timeout_s"] == "image: 9, audio: 18, video: 54, other: 54"
+    assert rows["media.probe_cpu_s"] == "image: 1, other: 5"
+    assert rows["media.named_media_bytes"].endswith(" MiB)")
+
+
+def test_lengths_that_the_formats_of_requests_limit_are_constants_of_the_list() -> None:
+    """A number in the model of a request would be a limit that the list does not know."""
+    folder = Path(router.api.__file__).parent
+    calls = [
+        (file.name, call)
+        for file in folder.glob("*.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.keyword) and call.arg == "max_length"
+    ]
+    assert [(name, ast.unparse(each)) for name, each in calls if not isinstance(each.value, ast.Name)] == []
+    rows = dict(limit_rows(ClusterConfig()))
+    assert (rows["(characters of cache_salt)"], rows["(characters of the name of a tool)"]) == ("256", "64")
 
 
 def test_limits_that_no_key_sets_are_listed_too() -> None:
