@@ -17,7 +17,7 @@ from encoder_pool import encoder_config
 from fabric.contracts import ConfigError, ManualClock
 from modalities import probing
 from router.api import FIXED_LIMITS
-from router.fetch import MAX_URL_CHARS
+from router.fetch import ANSWER_LIMITS, MAX_URL_CHARS
 from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, OTHER_ENCODE_TIMEOUT_MS
 
 DEFAULT_HTTP = HttpLimits()
@@ -112,7 +112,7 @@ def limit_rows(config: ClusterConfig) -> Iterator[LimitRow]:
             defaults = KEY_TO_DEFAULTS.get(f"{name}.{key}")
             yield LimitRow(f"{name}.{key}", _shown(key, value if defaults is None else {**defaults, **value}))
     http = {name: getattr(DEFAULT_HTTP, field) for field, name in HTTP_LIMITS.items()}
-    for name, most in (http | FIXED_LIMITS | {"characters of a URL": MAX_URL_CHARS}).items():
+    for name, most in (http | FIXED_LIMITS | {"characters of a URL": MAX_URL_CHARS} | ANSWER_LIMITS).items():
         yield LimitRow(f"({name})", _shown("", most))
     for name, tenant in config.tenants.items():
         for key in ("max_in_flight", "requests_per_minute", "tokens_per_minute", "media_seconds_per_minute"):

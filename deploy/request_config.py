@@ -17,7 +17,7 @@ from modalities.family import MediaOptions
 from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.text import CompileLimits
-from router.fetch import FetchSettings
+from router.fetch import FetchSettings, host_pattern
 from router.router_config import GrammarLimits, RouterConfig, Tenant
 
 PROBE_LIMITS = ProbeLimits()
@@ -90,6 +90,10 @@ def _check_network(text: str) -> str:
         raise ValueError(f"{text!r} is not a network in CIDR notation, such as 10.1.0.0/16: {error}") from error
 
 
+MediaHost = Annotated[HostPattern, AfterValidator(host_pattern)]
+Network = Annotated[str, AfterValidator(_check_network)]
+
+
 class FetchSection(Section):
     """Says which media the routers fetch that requests name by URL, and how much time and memory that may take. The
     defaults fetch from public addresses, by https alone."""
@@ -98,15 +102,17 @@ class FetchSection(Section):
     """Says whether media are fetched. If not, a URL other than a `data:` URL is answered 400."""
     schemes: tuple[Literal["https", "http", "file"], ...] = default_of(FetchSettings, "schemes")
     """Lists the schemes that URLs may have; `file` needs a `file_root`."""
-    allowed_hosts: tuple[HostPattern, ...] = default_of(FetchSettings, "allowed_hosts")
+    allowed_hosts: tuple[MediaHost, ...] = default_of(FetchSettings, "allowed_hosts")
     """Lists the hosts that may be asked: a name, `*.example.com` for every name below it, or `*` for all."""
-    denied_hosts: tuple[HostPattern, ...] = default_of(FetchSettings, "denied_hosts")
+    denied_hosts: tuple[MediaHost, ...] = default_of(FetchSettings, "denied_hosts")
     """Lists hosts, in the same form, that may not be asked even if `allowed_hosts` names them."""
-    allowed_networks: tuple[Annotated[str, AfterValidator(_check_network)], ...] = default_of(
-        FetchSettings, "allowed_networks"
-    )
+    allowed_networks: tuple[Network, ...] = default_of(FetchSettings, "allowed_networks")
     """Lists networks, such as `10.1.0.0/16`, from which media may be fetched although their addresses are private.
     Every client may then ask every host in them, on the allowed ports."""
+    denied_networks: tuple[Network, ...] = default_of(FetchSettings, "denied_networks")
+    """Lists networks from which no media may be fetched although their addresses are public, such as your own, or the
+    prefix that your network puts before IPv4 addresses (NAT64). They are denied even if `allowed_networks` names
+    them."""
     allowed_ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = default_of(FetchSettings, "allowed_ports")
     """Lists the ports that may be asked."""
     max_redirects: int = Field(default_of(FetchSettings, "max_redirects"), ge=0, le=20)
@@ -145,6 +151,7 @@ class FetchSection(Section):
         hosts = "any host" if "*" in self.allowed_hosts else ", ".join(self.allowed_hosts) or "no host"
         denied = f" except {', '.join(self.denied_hosts)}" if self.denied_hosts else ""
         networks = f" and in {', '.join(self.allowed_networks)}" if self.allowed_networks else ""
+        networks += f" but not in {', '.join(self.denied_networks)}" if self.denied_networks else ""
         root = f"; files under {self.file_root}" if self.file_root is not None else ""
         ports = ", ".join(map(str, self.allowed_ports))
         schemes = " and ".join(scheme for scheme in self.schemes if scheme != "file") or "nothing"

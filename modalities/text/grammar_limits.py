@@ -1,5 +1,5 @@
-"""Limits what compiling a grammar may cost, for routers, which check a grammar without a tokenizer, and for workers,
-which compile it again with one. Both count alike, so a grammar that a router lets pass is not refused by a worker.
+"""Limits what compiling and following a grammar may cost, for routers, which compile every grammar before a worker sees
+it, and for workers, which follow it. Both count alike, so a grammar that a router lets pass is not refused by a worker.
 
 The module knows nothing of what a grammar says.
 """
@@ -22,12 +22,16 @@ class CompileLimits:
     """Limits the steps in which the regular expressions of a grammar are built."""
     max_lexer_states: int = 50_000
     """Limits the states of the lexer, which are made while tokens are drawn. A state takes 1 to 2 kB."""
+    max_lexer_steps: int = 4_000_000
+    """Limits the steps in which a lexer is built and extended, from compiling on and while tokens are drawn. A step
+    takes up to 16 bytes of memory, which stays as long as the grammar."""
 
-    def of_library(self) -> LLParserLimits:
-        """Returns the limits as llguidance takes them."""
+    def of_library(self, max_symbols: int | None = None) -> LLParserLimits:
+        """Returns the limits as llguidance takes them, with fewer symbols if `max_symbols` says so. Its errors are
+        verbose, because only these tell the steps of a lexer; they are never shown to clients as they are."""
         return LLParserLimits(
             initial_lexer_fuel=self.max_lexer_fuel,
-            max_grammar_size=self.max_symbols,
+            max_grammar_size=self.max_symbols if max_symbols is None else max_symbols,
             max_lexer_states=self.max_lexer_states,
-            verbose_errors=False,
+            verbose_errors=True,
         )

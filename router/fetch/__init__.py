@@ -18,9 +18,11 @@ from router.fetch.fetch_settings import FetchSettings
 from router.fetch.loop_fetcher import LoopFetcher
 from router.fetch.pinned_network import NameResolver, SystemResolver
 from router.fetch.url_fetcher import WantedMedium
-from router.fetch.url_policy import MAX_URL_CHARS, UrlPolicy, parse_url
+from router.fetch.url_policy import MAX_URL_CHARS, UrlPolicy, host_pattern, parse_url
+from router.fetch.wire_meter import ANSWER_LIMITS
 
 __all__ = [
+    "ANSWER_LIMITS",
     "MAX_URL_CHARS",
     "SHARED_TENANT",
     "AddressRules",
@@ -33,5 +35,6 @@ __all__ = [
     "SystemResolver",
     "UrlPolicy",
     "WantedMedium",
+    "host_pattern",
     "parse_url",
 ]

@@ -1,5 +1,5 @@
 """Decides which addresses may be connected to. An address is public, or the operator has named its network, or it is
-forbidden.
+forbidden; the operator may forbid further networks.
 
 `FORBIDDEN` lists every network of IANA's registries of special-purpose addresses (IPv4 and IPv6) whose packets stay
 inside a site, or that carry an IPv4 address inside: a translator on the way would turn `64:ff9b::7f00:1` into
@@ -53,16 +53,22 @@ outside."""
 
 
 class AddressRules:
-    """An `AddressRules` holds the networks that the operator allows in addition to the public ones."""
+    """An `AddressRules` holds the networks that the operator allows in addition to the public ones, and those that the
+    operator forbids in addition to `FORBIDDEN`: the public addresses of a site, or the prefix that its translator puts
+    before IPv4 addresses (NAT64), which nobody else knows."""
 
-    def __init__(self, allowed_networks: Iterable[str] = ()) -> None:
-        """Takes networks in CIDR notation. Raises ValueError for what is none."""
+    def __init__(self, allowed_networks: Iterable[str] = (), denied_networks: Iterable[str] = ()) -> None:
+        """Takes networks in CIDR notation. What is denied is forbidden even if it is allowed too. Raises ValueError for
+        what is no network."""
         self._allowed = tuple(ipaddress.ip_network(network) for network in allowed_networks)
+        self._denied = tuple(ipaddress.ip_network(network) for network in denied_networks)
 
     def allows(self, address: Address) -> bool:
         """Returns whether a connection to the address may be made. An IPv4 address in the form of IPv6 may not, because
         no name has one; neither may an address with a zone."""
         if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
+            return False
+        if any(address in network for network in self._denied if network.version == address.version):
             return False
         if any(address in network for network in self._allowed if network.version == address.version):
             return True

@@ -25,6 +25,8 @@ class FetchSettings:
     allowed_ports: tuple[int, ...] = (80, 443)
     allowed_networks: tuple[str, ...] = ()
     """Lists networks (`10.1.0.0/16`) that may be asked although their addresses are not public."""
+    denied_networks: tuple[str, ...] = ()
+    """Lists networks that may not be asked although their addresses are public, or `allowed_networks` names them."""
     max_redirects: int = 3
     max_request_bytes: int = 256 * MIB
     """Limits what is fetched for one request."""

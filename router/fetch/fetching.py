@@ -95,7 +95,7 @@ class MediumClient:
             ssl_context=trusted,
             max_connections=settings.max_concurrent,
             max_keepalive_connections=0,
-            network_backend=PinnedNetwork(AddressRules(settings.allowed_networks), resolver),
+            network_backend=PinnedNetwork(AddressRules(settings.allowed_networks, settings.denied_networks), resolver),
         )
 
     async def close(self) -> None:

@@ -146,14 +146,35 @@ def redirected(base: FetchUrl, location: str) -> FetchUrl:
     return parse_url(urljoin(base.text, location))
 
 
+def host_pattern(text: str) -> str:
+    """Returns a pattern of hosts in the form in which hosts are compared: a name in lower case without a dot at its
+    end, an address in its one form, `*.` and a name, or `*`. Raises ValueError for what no host can match: a denial
+    without an effect would be taken for one."""
+    below = text.removeprefix("*.")
+    if text == "*":
+        return text
+    try:
+        host = _host(f"[{below}]" if below.count(":") > 1 else below.removesuffix("."))
+    except UrlRefused as error:
+        raise ValueError(
+            f"{text!r} matches no host: write example.com, *.example.com, 203.0.113.7 or 2001:db8::7"
+        ) from (error)
+    if below == text:
+        return host
+    if ":" in host or _NUMBER.fullmatch(host.rpartition(".")[2]):
+        raise ValueError(f"{text!r} matches no host, because nothing lies below an address")
+    return f"*.{host}"
+
+
 class UrlPolicy:
     """A `UrlPolicy` is what the operator allows to be asked."""
 
     def __init__(self, settings: FetchSettings) -> None:
+        """Raises ValueError for a pattern that no host can match."""
         self._schemes = frozenset(settings.schemes)
         self._ports = frozenset(settings.allowed_ports)
-        self._allowed = tuple(pattern.lower() for pattern in settings.allowed_hosts)
-        self._denied = tuple(pattern.lower() for pattern in settings.denied_hosts)
+        self._allowed = tuple(map(host_pattern, settings.allowed_hosts))
+        self._denied = tuple(map(host_pattern, settings.denied_hosts))
 
     def check(self, url: FetchUrl) -> None:
         """Raises UrlRefused if the URL's scheme, host or port is not allowed."""

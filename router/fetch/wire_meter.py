@@ -29,6 +29,14 @@ MAX_SMALL_PIECES = 512
 LARGE_PIECE_BYTES = 256
 """An answer may have one more read, and one more piece, per this many bytes. TCP fills segments of 536 bytes and more
 where a server sends faster than a network carries."""
+ANSWER_LIMITS = {
+    "bytes of the head of a fetched answer": MAX_HEAD_BYTES,
+    "interim answers before a fetched one": MAX_INTERIM_ANSWERS,
+    "bytes of a fetched answer besides its file": MAX_OVERHEAD_BYTES,
+    "small pieces of a fetched answer": MAX_SMALL_PIECES,
+    "bytes of a fetched answer for each further piece": LARGE_PIECE_BYTES,
+}
+"""Lists the limits, for those who operate a cluster."""
 _STATUS_LINE = b"\nHTTP/"
 
 

@@ -219,7 +219,9 @@ class Place(NamedTuple):
 
 
 @asynccontextmanager
-async def place(networks: tuple[str, ...] = (f"{ALLOWED}/32",)) -> AsyncIterator[Place]:
+async def place(
+    networks: tuple[str, ...] = (f"{ALLOWED}/32",), denied_networks: tuple[str, ...] = ()
+) -> AsyncIterator[Place]:
     async with (
         media_server({"/": response(b"a secret")}, FORBIDDEN_HOSTS) as forbidden,
         media_server({"/": response(b"a medium")}, (ALLOWED,), forbidden.port) as allowed,
@@ -228,6 +230,7 @@ async def place(networks: tuple[str, ...] = (f"{ALLOWED}/32",)) -> AsyncIterator
             schemes=("https", "http"),
             allowed_ports=(forbidden.port,),
             allowed_networks=networks,
+            denied_networks=denied_networks,
             denied_hosts=("denied.test", "*.denied.test"),
             cache_bytes=0,
         )
@@ -349,6 +352,14 @@ async def test_the_listener_is_reached_where_its_network_is_allowed() -> None:
     async with place(("127.0.0.0/8",)) as at:
         assert await at.fetch("http://127.0.0.1:PORT/") == b"a secret"
         assert at.forbidden.num_connections == 1
+
+
+async def test_a_network_that_the_operator_denies_is_not_reached() -> None:
+    async with place(("127.0.0.0/8",), ("127.0.0.1/32", "::1/128")) as at:
+        await refused(at, "http://127.0.0.1:PORT/")
+        await refused(at, "http://loopback.test:PORT/")
+        assert at.forbidden.num_connections == 0
+        assert await at.fetch("http://media.test:PORT/") == b"a medium"
 
 
 async def test_the_environment_names_no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

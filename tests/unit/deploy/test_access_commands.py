@@ -123,6 +123,7 @@ SECTION_TO_OTHER_KEYS = {
         "allowed_hosts",
         "denied_hosts",
         "allowed_networks",
+        "denied_networks",
         "allowed_ports",
         "cache_bytes",
         "file_root",

@@ -30,8 +30,9 @@ def test_every_key_reaches_the_fetcher(tmp_path: Path) -> None:
     (tmp_path / "ca.pem").touch()
     text = (
         "{schemes: [https, http, file], allowed_hosts: ['*.example.com', '10.1.2.3'], denied_hosts: [bad.example.com], "
-        "allowed_networks: [10.1.0.0/16, 'fd00::/8'], allowed_ports: [443, 8443], max_redirects: 1, "
-        "max_request_bytes: 2MiB, connect_timeout_s: 1, read_timeout_s: 2, total_timeout_s: 3, wait_s: 4, "
+        "allowed_networks: [10.1.0.0/16, 'fd00::/8'], denied_networks: ['2606:4700:64::/96'], "
+        "allowed_ports: [443, 8443], max_redirects: 1, max_request_bytes: 2MiB, "
+        "connect_timeout_s: 1, read_timeout_s: 2, total_timeout_s: 3, wait_s: 4, "
         "max_concurrent: 5, max_waiting: 7, in_flight_bytes: 6MiB, cache_bytes: 0, memory_bytes: 512MiB, "
         f"file_root: '{tmp_path}', ca_file: '{tmp_path}/ca.pem'}}"
     )
@@ -40,6 +41,7 @@ def test_every_key_reaches_the_fetcher(tmp_path: Path) -> None:
         allowed_hosts=("*.example.com", "10.1.2.3"),
         denied_hosts=("bad.example.com",),
         allowed_networks=("10.1.0.0/16", "fd00::/8"),
+        denied_networks=("2606:4700:64::/96",),
         allowed_ports=(443, 8443),
         max_redirects=1,
         max_request_bytes=2 * 2**20,
@@ -70,6 +72,15 @@ def test_check_says_what_is_fetched() -> None:
     assert words("{denied_hosts: ['*.a.com'], allowed_ports: [443], schemes: [https, file], file_root: /srv}") == (
         "https from any host except *.a.com with public addresses, on the ports 443; files under /srv"
     )
+    assert words("{denied_networks: [1.1.1.0/24]}") == (
+        "https from any host with public addresses but not in 1.1.1.0/24, on the ports 80, 443"
+    )
+
+
+def test_patterns_of_hosts_take_the_form_of_hosts() -> None:
+    text = "{denied_hosts: [Example.COM., '*.Example.com.', '2001:DB8:0:0::7', '*', a_b.test]}"
+    expected = ("example.com", "*.example.com", "2001:db8::7", "*", "a_b.test")
+    assert fetch_settings(config_of(text)).denied_hosts == expected
 
 
 def test_fetching_can_be_turned_off() -> None:
@@ -83,6 +94,13 @@ def test_fetching_can_be_turned_off() -> None:
         ("{allowed_networks: [example.com]}", "not a network in CIDR notation"),
         ("{allowed_hosts: ['https://example.com']}", "allowed_hosts"),
         ("{allowed_hosts: ['a.*.com']}", "allowed_hosts"),
+        ("{denied_networks: [10.1.2.3/16]}", "not a network in CIDR notation"),
+        ("{denied_hosts: ['example.com:443']}", "matches no host"),
+        ("{denied_hosts: ['127.1']}", "matches no host"),
+        ("{denied_hosts: ['example..com']}", "matches no host"),
+        ("{denied_hosts: ['-a.com']}", "matches no host"),
+        ("{denied_hosts: ['*.10.0.0.1']}", "nothing lies below an address"),
+        ("{denied_hosts: ['*.2001:db8::7']}", "nothing lies below an address"),
         ("{allowed_ports: [0]}", "allowed_ports"),
         ("{schemes: [ftp]}", "schemes"),
         ("{schemes: [https, file]}", "file_root"),

@@ -59,3 +59,14 @@ def test_networks_of_the_operator_are_allowed_and_no_others() -> None:
     assert not rules.allows(ipaddress.ip_address("::ffff:10.1.2.3"))
     with pytest.raises(ValueError, match="host bits"):
         AddressRules(["10.1.2.3/16"])
+
+
+def test_networks_that_the_operator_denies_are_forbidden_even_if_they_are_allowed() -> None:
+    rules = AddressRules(["10.0.0.0/8"], ["10.1.0.0/16", "2606:4700:64::/96", "1.1.1.0/24"])
+    assert rules.allows(ipaddress.ip_address("10.2.0.1"))
+    assert not rules.allows(ipaddress.ip_address("10.1.2.3"))
+    assert not rules.allows(ipaddress.ip_address("2606:4700:64::7f00:1"))
+    assert not rules.allows(ipaddress.ip_address("1.1.1.1"))
+    assert rules.allows(ipaddress.ip_address("2606:4700:65::1"))
+    with pytest.raises(ValueError, match="host bits"):
+        AddressRules([], ["10.1.2.3/16"])

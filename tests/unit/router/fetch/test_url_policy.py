@@ -146,6 +146,9 @@ def test_https_on_two_ports_is_what_the_defaults_allow() -> None:
         ("*.Example.com", ["a.example.com", "a.b.example.com"], ["example.com", "badexample.com"]),
         ("*", ["example.com", "203.0.113.7"], []),
         ("203.0.113.7", ["203.0.113.7"], ["203.0.113.70"]),
+        ("Example.com.", ["example.com"], ["a.example.com"]),
+        ("*.example.com.", ["a.example.com"], ["example.com"]),
+        ("2001:DB8:0::0:7", ["[2001:db8::7]", "[2001:db8:0:0:0:0:0:7]"], ["[2001:db8::70]"]),
     ],
 )
 def test_patterns_of_hosts(pattern: str, hosts: list[str], others: list[str]) -> None:
@@ -155,3 +158,11 @@ def test_patterns_of_hosts(pattern: str, hosts: list[str], others: list[str]) ->
     for host in others:
         assert not allows(f"https://{host}/", allowed_hosts=(pattern,))
         assert allows(f"https://{host}/", denied_hosts=(pattern,))
+
+
+@pytest.mark.parametrize(
+    "pattern", ["", "example.com:443", "127.1", "1.2.3", "a..b", "..", "*.", "*.10.0.0.1", "*.2001:db8::7", "a.*.b"]
+)
+def test_a_pattern_that_no_host_matches_is_an_error(pattern: str) -> None:
+    with pytest.raises(ValueError, match="matches no host"):
+        UrlPolicy(FetchSettings(denied_hosts=(pattern,)))
