@@ -61,6 +61,8 @@ class WorkerConfig:
     """Selects what happens to a feature after prefill: `auto`, `always` or `never` (see `features.host_cache`)."""
     kept_bytes: int = 64 * 2**20
     """Limits the host memory for features that are kept, in bytes."""
+    grammar_bytes: int = 256 * 2**20
+    """Limits the memory of compiled grammars as `sampling.grammar` estimates it, in bytes."""
     side_layers: tuple[tuple[str, int], ...] = ()
     """Lists pairs (name, layer). The rows of these hidden layers are stored with the KV for requests that ask for
     them."""

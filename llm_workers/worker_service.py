@@ -90,6 +90,8 @@ class WorkerService:
         self._aborts_before_admission: dict[AttemptId, list[Sequence[int]]] = {}
         """Holds aborts of attempts whose grammar is still being compiled, because the engine does not know these
         attempts yet."""
+        self._compiling: dict[AttemptId, asyncio.Task[Guide]] = {}
+        """Holds the waits for these grammars, each of which ends with its attempt."""
 
     # ------------------------------------------------------------ life
 
@@ -113,6 +115,8 @@ class WorkerService:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
         await asyncio.to_thread(self._engine.stop)
+        if self._grammars is not None:
+            self._grammars.close()
         self._receiver.stop()
         self._loop = None
 
@@ -194,16 +198,29 @@ class WorkerService:
             self._aborts_before_admission.pop(attempt_id, None)
 
     async def _guide(self, attempt_id: AttemptId, request: GenerateRequest) -> Guide | None:
-        """Compiles the request's grammar in a separate thread. Fails the call and returns None if the grammar can't be
-        used."""
+        """Waits for the request's grammar, which is compiled in a separate thread. Fails the call and returns None if
+        the grammar can't be used or if the attempt ends meanwhile; the grammar then leaves the queue."""
         self._aborts_before_admission[attempt_id] = []
         try:
             if self._grammars is None:
                 raise InvalidRequest("this worker does not support structured output")
-            return await asyncio.to_thread(self._grammars.compile, request.sampling.grammar)
+            if self._is_stopping:
+                raise WorkerLost("the worker is stopping")
+            wait = asyncio.ensure_future(self._grammars.guide(request.sampling.grammar))
+            self._compiling[attempt_id] = wait
+            await asyncio.wait([wait])
+            if wait.cancelled():
+                raise Aborted("the attempt was aborted while its grammar was compiled")
+            return wait.result()
         except WeftError as error:
             self._calls.fail(attempt_id, error)
             return None
+        finally:
+            self._stop_compiling(attempt_id)
+
+    def _stop_compiling(self, attempt_id: AttemptId) -> None:
+        if (wait := self._compiling.pop(attempt_id, None)) is not None:
+            wait.cancel()
 
     def _admit(self, attempt_id: AttemptId, request: GenerateRequest, guide: Guide | None) -> None:
         try:
@@ -226,6 +243,7 @@ class WorkerService:
                     self._engine.abort(attempt_id, choices)
 
     def _fail(self, attempt_id: AttemptId, error: WeftError) -> None:
+        self._stop_compiling(attempt_id)
         self._engine.abort(attempt_id)
         self._calls.fail(attempt_id, error)
 
@@ -262,6 +280,8 @@ class WorkerService:
         arrives."""
         if attempt_id in self._calls:
             self._aborts_before_admission.get(attempt_id, []).append(choices)
+            if not choices:
+                self._stop_compiling(attempt_id)
             self._engine.abort(attempt_id, choices)
         elif not choices:
             self._calls.refuse(attempt_id)
