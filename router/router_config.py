@@ -40,6 +40,9 @@ class GrammarLimits:
     """Limits the sizes of the compiled grammar; the limits of workers must be the same."""
     compile_timeout_s: float = 5.0
     """Limits the wall-clock time of compiling a grammar."""
+    max_pattern_bytes: int = 1024
+    """Limits each regular expression, also those in schemas. Compiling one takes time and memory that grow with the
+    square of its length: at worst 0.04 s and 12 MB at 1 KiB, and two minutes at 64 KiB."""
 
 
 @dataclass(frozen=True, slots=True)

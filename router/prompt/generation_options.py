@@ -20,6 +20,7 @@ from llguidance import LLMatcher
 
 from fabric.contracts import InvalidRequest, SamplingParams, StopConditions
 from modalities.answers import JSON_WHITESPACE, closed_schema
+from modalities.text import plain_reason
 from router.api import GenerationFields, quoted, shown
 from router.router_config import GrammarLimits
 
@@ -76,6 +77,8 @@ def _biases(logit_bias: Mapping[str, float], vocab_size: int) -> dict[int, float
 
 # ------------------------------------------------------------ structured output
 
+PATTERNS_TOGETHER = 4
+"""All regular expressions of a schema, or of all tools, may together have as many bytes as so many of the longest."""
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 DEFAULT_LIMITS = GrammarLimits()
 KINDS = ("json", "regex", "choice", "json_object")
@@ -181,6 +184,7 @@ def _of_schema(schema: object, param: str, limits: GrammarLimits) -> str:
     if not isinstance(schema, dict):
         raise InvalidRequest(f"`{param}` must be a JSON schema, which is an object, not {shown(schema)}", param=param)
     _check_shape(schema, param, limits)
+    check_patterns([schema], param, limits)
     # Clients may not set options of the library.
     text = json.dumps(closed_schema({key: value for key, value in schema.items() if key != "x-guidance"}))
     _check_size(text, param, limits)
@@ -195,6 +199,7 @@ def _of_regex(regex: object, param: str, limits: GrammarLimits) -> str:
     if not isinstance(regex, str) or not regex:
         raise InvalidRequest(f"`{param}` must be a regular expression, not {shown(regex)}", param=param)
     _check_size(regex, param, limits)
+    _check_patterns([regex], param, limits)
     return LLMatcher.grammar_from_regex(regex)
 
 
@@ -250,6 +255,34 @@ def _check_shape(schema: object, param: str, limits: GrammarLimits) -> None:
     )
 
 
+def check_patterns(schemas: Sequence[object], param: str, limits: GrammarLimits) -> None:
+    """Raises InvalidRequest if the regular expressions in these schemas are too long. The time and the memory of a
+    lexer grow with the square of their lengths, in work that the library does not limit."""
+    patterns: list[str] = []
+    left = list(schemas)
+    while left:
+        outer = left.pop()
+        if isinstance(outer, dict):
+            inside = outer.get("patternProperties")
+            patterns += inside if isinstance(inside, dict) else []
+            patterns += [one] if isinstance(one := outer.get("pattern"), str) else []
+            left.extend(outer.values())
+        elif isinstance(outer, list):
+            left.extend(outer)
+    _check_patterns(patterns, param, limits)
+
+
+def _check_patterns(patterns: Sequence[str], param: str, limits: GrammarLimits) -> None:
+    sizes = [len(pattern.encode(errors="surrogatepass")) for pattern in patterns]
+    if max(sizes, default=0) > limits.max_pattern_bytes:
+        message = f"a regular expression of `{param}` may have at most {limits.max_pattern_bytes} bytes"
+        raise InvalidRequest(f"{message}, not {max(sizes)}", param=param)
+    if sum(sizes) > PATTERNS_TOGETHER * limits.max_pattern_bytes:
+        most = PATTERNS_TOGETHER * limits.max_pattern_bytes
+        message = f"all regular expressions of `{param}` together may have at most {most} bytes, not {sum(sizes)}"
+        raise InvalidRequest(message, param=param)
+
+
 def check_schema(schema: object, param: str, limits: GrammarLimits = DEFAULT_LIMITS) -> None:
     """Raises InvalidRequest if a schema is larger or deeper than a grammar's may be."""
     _check_shape(schema, param, limits)
@@ -263,6 +296,9 @@ def check_grammar(grammar: str, param: str, limits: GrammarLimits = DEFAULT_LIMI
         return
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits.compiling.of_library())
     if is_error:
-        lines = [line.strip() for message in messages for line in message.splitlines()]
-        reason = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-        raise InvalidRequest(f"`{param}` is not supported by this server: {reason[:300]}", param=param)
+        raise not_supported(param, plain_reason("\n".join(messages)))
+
+
+def not_supported(param: str, reason: str) -> InvalidRequest:
+    """Returns the error for a grammar that can't be used."""
+    return InvalidRequest(f"`{param}` is not supported by this server: {reason}", param=param)

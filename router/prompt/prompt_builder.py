@@ -50,7 +50,7 @@ from router.api import (
 from router.fetch import MediaFetcher
 from router.prompt.answer_formats import PLAIN, AnswerFormats, AnswerPlan, called_arguments, check_tools
 from router.prompt.generation_options import (
-    check_grammar,
+    check_patterns,
     grammar_of,
     sampling_of,
     stop_conditions,
@@ -58,6 +58,7 @@ from router.prompt.generation_options import (
     too_slow,
 )
 from router.prompt.given_features import ImageEmbedsReader
+from router.prompt.grammar_checks import GrammarChecks
 from router.prompt.named_media import NamedMedia
 from router.prompt.request_media import (
     NOTHING_LOST,
@@ -222,6 +223,7 @@ class PromptBuilder:
         )
         self._planner = MediaPlanner(family)
         self._formats = AnswerFormats(codec, config.tool_format, config.reads_reasoning)
+        self._grammars = GrammarChecks(codec, family.shape.vocab_size, config.grammar)
         self._kv_schemes: tuple[KvScheme, ...] = ()
 
     async def start(self) -> None:
@@ -297,13 +299,17 @@ class PromptBuilder:
         """Returns how the answer is read, and the grammar that it must match. Raises InvalidRequest."""
         limits = self._config.grammar
         check_tools(chat, limits)
+        check_patterns([tool.function.parameters for tool in chat.tools or ()], "tools", limits)
         answer = self._formats.plan(chat)
-        return answer, self._formats.checked_grammar(answer, grammar_of(chat, limits), limits)
+        response = grammar_of(chat, limits)
+        grammar = self._formats.checked_grammar(answer, response, limits)
+        self._grammars.check(grammar, response.param or "tools")
+        return answer, grammar
 
     def _completion_grammar(self, request: CompletionRequest) -> str:
         """Returns the grammar that a completion must match. Raises InvalidRequest."""
         grammar = grammar_of(request, self._config.grammar)
-        check_grammar(grammar.text, grammar.param, self._config.grammar)
+        self._grammars.check(grammar.text, grammar.param)
         return grammar.text
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

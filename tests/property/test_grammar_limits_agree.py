@@ -1,5 +1,4 @@
-"""Checks that a worker, which compiles a grammar with a tokenizer, refuses exactly what a router refuses, which
-compiles the grammar without one."""
+"""Checks that a worker refuses exactly the grammars that a router refuses, also where it counts the lexer's steps."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from deploy.testing import tiny_codec
 from fabric.contracts import InvalidRequest
 from llm_workers.sampling import GrammarCompiler
 from modalities.text import CompileLimits
-from router.prompt.generation_options import check_grammar
+from router.prompt.grammar_checks import GrammarChecks
 from router.router_config import GrammarLimits
 
 CODEC = tiny_codec()
@@ -34,7 +33,7 @@ SCHEMAS = st.recursive(
 
 def is_taken_by_router(grammar: str, limits: CompileLimits) -> bool:
     try:
-        check_grammar(grammar, "schema", GrammarLimits(compiling=limits))
+        GrammarChecks(CODEC, CODEC.vocab_size, GrammarLimits(compiling=limits)).check(grammar, "schema")
     except InvalidRequest:
         return False
     return True
@@ -52,8 +51,8 @@ def is_taken_by_worker(grammar: str, limits: CompileLimits) -> bool:
 @given(schema=SCHEMAS)
 def test_both_count_alike(schema: dict[str, object]) -> None:
     grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema))
-    for name in ("max_symbols", "max_lexer_fuel"):
-        least, most = 0, 2**17
+    for name in ("max_symbols", "max_lexer_fuel", "max_lexer_steps"):
+        least, most = 0, 2**22 if name == "max_lexer_steps" else 2**17
         while least + 1 < most:  # This finds the smallest limit with which the router takes the grammar.
             middle = (least + most) // 2
             is_taken = is_taken_by_router(grammar, CompileLimits(**{name: middle}))

@@ -159,8 +159,8 @@ def test_each_limit_of_a_grammar_is_that_of_the_config() -> None:
     asked = chat(guided_json=explosive(3, 3))
     assert checked(asked)
     for limits, flaw in (
-        (GrammarLimits(compiling=CompileLimits(max_symbols=500)), "number of symbols"),
-        (GrammarLimits(compiling=CompileLimits(max_lexer_fuel=500)), "too big"),
+        (GrammarLimits(compiling=CompileLimits(max_symbols=500)), "too large"),
+        (GrammarLimits(compiling=CompileLimits(max_lexer_fuel=500)), "too large"),
         (GrammarLimits(max_depth=3), "nested more than 3 levels"),
         (GrammarLimits(max_bytes=100), "at most 100 bytes|more than 100 bytes"),
     ):
@@ -168,6 +168,57 @@ def test_each_limit_of_a_grammar_is_that_of_the_config() -> None:
             checked(asked, limits)
     with pytest.raises(InvalidRequest, match="at most 1 choices, not 2"):
         checked(chat(guided_choice=["a", "b"]), GrammarLimits(max_choices=1))
+
+
+# ------------------------------------------------------------ regular expressions
+
+LONG = LIMITS.max_pattern_bytes + 1
+
+
+def text_like(pattern: str) -> dict[str, object]:
+    return {"type": "string", "pattern": pattern}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": r"\w?" * 700}, "guided_regex"),
+        ({"structured_outputs": {"regex": "é" * (LONG // 2 + 1)}}, "structured_outputs.regex"),
+        (as_schema(text_like("a" * LONG)), "response_format.json_schema.schema"),
+        ({"guided_json": json.dumps({"$defs": {"a": {"items": [text_like("a" * LONG)]}}})}, "guided_json"),
+        ({"guided_json": {"patternProperties": {"a" * LONG: {"type": "null"}}}}, "guided_json"),
+    ],
+)
+def test_long_regular_expressions_are_refused_before_they_are_compiled(fields: dict[str, object], param: str) -> None:
+    """The library takes two minutes and gigabytes for 64 kB of optional letters."""
+    with pytest.raises(InvalidRequest, match=f"may have at most {LIMITS.max_pattern_bytes} bytes") as caught:
+        grammar_of(chat(**fields), LIMITS)
+    assert caught.value.param == param
+
+
+def test_regular_expressions_are_limited_together_too() -> None:
+    patterns = [text_like("a" * LIMITS.max_pattern_bytes)] * 4
+    assert grammar_of(chat(guided_json={"anyOf": patterns}))
+    with pytest.raises(InvalidRequest, match="together may have at most 4096 bytes, not 4097"):
+        grammar_of(chat(guided_json={"anyOf": [*patterns, text_like("a")]}))
+
+
+async def test_the_regular_expressions_of_all_tools_are_limited_together() -> None:
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": f"f{number}", "parameters": {"properties": {"a": text_like("a" * 1000)}}},
+        }
+        for number in range(5)
+    ]
+    async with fake_cluster() as cluster:
+        with pytest.raises(InvalidRequest, match="all regular expressions of `tools` together") as caught:
+            await cluster.service.open(chat(tools=tools))
+    assert caught.value.param == "tools"
+
+
+def test_a_property_may_be_called_like_a_keyword() -> None:
+    assert checked(chat(guided_json={"type": "object", "properties": {"pattern": {"const": "a" * LONG}}}))
 
 
 def test_large_schemas_of_ordinary_form_pass() -> None:
