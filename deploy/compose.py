@@ -219,6 +219,7 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
         unit_wait_s=section.unit_wait_s,
         keep_features=section.keep_features,
         kept_bytes=section.kept_bytes,
+        grammar_bytes=section.grammar_bytes,
         num_ranks=section.tensor_parallel,
         speculation=Speculation(**section.speculation.model_dump()),
         cuda_graphs=section.cuda_graphs,
@@ -257,8 +258,8 @@ def build_worker(
     if wrap is not None:
         language_model = wrap(language_model)
     codec, vocab_size = TextCodec.load(model.directory), model.family.shape.vocab_size
-    grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling)
     settings, clock = worker_config(config), SystemClock()
+    grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling, settings.grammar_bytes)
     make_engine = partial(OwnEngine, settings, model.family, language_model, clock)
     return WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)
 
@@ -289,8 +290,10 @@ def grammar_limits(config: ClusterConfig) -> GrammarLimits:
             max_symbols=limits.max_grammar_symbols,
             max_lexer_fuel=limits.max_lexer_fuel,
             max_lexer_states=limits.max_lexer_states,
+            max_lexer_steps=limits.max_lexer_steps,
         ),
         compile_timeout_s=limits.grammar_timeout_s,
+        max_pattern_bytes=limits.max_pattern_bytes,
     )
 
 

@@ -273,6 +273,9 @@ class WorkerSection(Section):
     keep_features: Literal["auto", "always", "never"] = default_of(WorkerConfig, "keep_features")
     """Says whether features stay in host memory after prefill; `auto` keeps those that were needed before."""
     kept_bytes: Bytes = default_of(WorkerConfig, "kept_bytes")
+    grammar_bytes: Bytes = default_of(WorkerConfig, "grammar_bytes")
+    """Limits the memory of all compiled grammars of structured output, as they are estimated: those that are kept for
+    later requests, and those that running requests follow."""
     pull_timeout_s: float = Field(default_of(WorkerConfig, "pull_timeout_s"), gt=0)
     """Limits the time in which a worker reads one feature from an encoder; after that it asks for the feature again."""
     unit_wait_s: float = Field(default_of(WorkerConfig, "unit_wait_s"), gt=0)

@@ -265,6 +265,12 @@ class LimitsSection(Section):
     max_lexer_states: int = Field(default_of(CompileLimits, "max_lexer_states"), ge=1000, le=1_000_000)
     """Limits the states of a grammar's lexer at a worker, each of which takes 1 to 2 kB. They are made while tokens are
     drawn; an answer that needs more ends with an error."""
+    max_lexer_steps: int = Field(default_of(CompileLimits, "max_lexer_steps"), ge=100_000, le=100_000_000)
+    """Limits the steps in which a grammar's lexer is built and extended. A step takes up to 16 bytes of memory at a
+    worker. A grammar that takes more is refused, and an answer that needs more ends with an error."""
+    max_pattern_bytes: Bytes = default_of(GrammarLimits, "max_pattern_bytes")
+    """Limits each regular expression, also each `pattern` of a schema; all of a schema, or of all tools, together may
+    have four times as many. Compiling one takes time and memory that grow with the square of its length."""
     grammar_timeout_s: float = Field(default_of(GrammarLimits, "compile_timeout_s"), gt=0)
     """Limits the time in which a grammar is compiled. The limits above make grammars refused sooner, and on every
     machine alike."""

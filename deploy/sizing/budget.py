@@ -124,6 +124,7 @@ def _worker(
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
             Row("inbox", taken.inbox, "host", _room(family, taken.inbox, dtype, largest)),
             Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
+            Row("grammars", section.grammar_bytes, "host", "at most, compiled grammars of structured output"),
         ),
     )
 

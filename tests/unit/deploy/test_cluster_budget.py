@@ -167,6 +167,7 @@ def test_on_a_gpu_features_stay_on_the_host(model: Model) -> None:
         "workspace": "cuda",
         "inbox": "host",
         "kept": "host",
+        "grammars": "host",
     }
     assert "without weights" in "\n".join(budget_lines(plan_budget(cluster, model, None)))
 

@@ -89,6 +89,8 @@ def test_limits_and_access_reach_the_router(model_dir: Path, plane: LocalPlane, 
         "max_grammar_symbols": 24,
         "max_lexer_fuel": 25,
         "max_lexer_states": 1026,
+        "max_lexer_steps": 100_027,
+        "max_pattern_bytes": 28,
         "grammar_timeout_s": 2.5,
     }
     media = {"probe_processes": 0, "max_audio_bytes": "3MiB", "max_decoded_bytes": "5MiB"}
@@ -102,7 +104,7 @@ def test_limits_and_access_reach_the_router(model_dir: Path, plane: LocalPlane, 
         model_dir, plane, limits=limits | grammar, media=media, access=access, tenants={"bank": {}, "shop": shop}
     )
     assert {name: getattr(config, name) for name in limits} == limits
-    assert config.grammar == GrammarLimits(21, 22, 23, CompileLimits(24, 25, 1026), 2.5)
+    assert config.grammar == GrammarLimits(21, 22, 23, CompileLimits(24, 25, 1026, 100_027), 2.5, 28)
     assert (config.media_limits.max_audio_bytes, config.media_limits.max_decoded_bytes) == (3 * 2**20, 5 * 2**20)
     assert (config.keys_file, config.operator_digests, config.rate_burst_s) == (keys, ("cd" * 32,), 12.0)
     assert config.allowed_hosts is not None
