@@ -55,6 +55,65 @@ def compiles_every_grammar(guards: Guards) -> None:
 def compiles_at_the_worker(guards: Guards) -> None:
     """Lets the worker be the first to compile the grammar of a request."""
     guards.replace("router.prompt.generation_options:check_grammar", lambda grammar, param, limits: None)
+    guards.replace("router.prompt.grammar_checks:GrammarChecks.check", lambda checks, grammar, param: None)
+
+
+@naive(
+    "A regular expression of a request takes minutes and gigabytes once it is compiled.",
+    "",
+    "router/prompt/generation_options.py",
+    "unit/router/prompt/test_structured.py::test_long_regular_expressions_are_refused_before_they_are_compiled",
+)
+def takes_long_patterns(guards: Guards) -> None:
+    """Limits the text of a grammar as a whole, and not its regular expressions."""
+    guards.replace("router.prompt.generation_options:_check_patterns", lambda patterns, param, limits: None)
+
+
+@naive(
+    "A grammar that passes the router's checks takes seconds at a worker, which then refuses it.",
+    "",
+    "router/prompt/grammar_checks.py",
+    "unit/router/prompt/test_grammar_checks.py::test_what_a_worker_would_refuse_reaches_none[fields0-structured_outputs.regex]",
+)
+def checks_without_the_tokenizer(guards: Guards) -> None:
+    """Lets the router compile a grammar without the tokens of the model, which leaves the lexer out."""
+    guards.replace("router.prompt.grammar_checks:GrammarChecks.check", lambda checks, grammar, param: None)
+
+
+@naive(
+    "Each request brings a grammar of its own, and the worker keeps them all.",
+    "",
+    "llm_workers/sampling/grammar.py",
+    "property/test_worker_grammar_budget.py::test_what_is_kept_stays_within_the_budget_whatever_the_number_of_grammars",
+    "assert",
+)
+def keeps_a_number_of_grammars(guards: Guards) -> None:
+    """Limits the number of compiled grammars that are kept, and not their memory."""
+    guards.replace("llm_workers.sampling.grammar:GrammarMemory.is_over", False)
+
+
+@naive(
+    "The lexer of a short grammar grows without end while an answer is drawn.",
+    "",
+    "modalities/text/compiled_grammars.py",
+    "property/test_worker_grammar_budget.py::test_a_grammar_that_grows_too_large_breaks_alone_and_begins_again",
+    "assert",
+)
+def counts_when_it_compiles(guards: Guards) -> None:
+    """Looks at what a grammar takes when it is compiled, and never again."""
+    guards.replace("modalities.text.compiled_grammars:CompiledGrammar.note_mask", lambda grammar: False)
+
+
+@naive(
+    "Requests whose clients have left keep the threads busy in which grammars are compiled.",
+    "",
+    "llm_workers/sampling/grammar.py",
+    "property/test_worker_grammar_budget.py::test_compiling_for_a_request_that_has_gone_is_not_begun",
+    "assert",
+)
+def compiles_for_those_that_left(guards: Guards) -> None:
+    """Compiles every grammar that was ever asked for, in turn."""
+    guards.replace("llm_workers.sampling.grammar:GrammarCompiler._leave", lambda compiler, flight: None)
 
 
 @naive(
