@@ -15,6 +15,7 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol
 
 import httpcore
@@ -90,8 +91,7 @@ class PinnedNetwork(httpcore.AsyncNetworkBackend):
         try:
             async with asyncio.timeout(timeout):
                 addresses = await self._validated(host)
-                stream = await self._connect(addresses, port, timeout, socket_options)
-                return MeteredStream(stream, WireMeter())
+                return await self._connect(addresses, port, timeout, socket_options)
         except TimeoutError as error:
             raise httpcore.ConnectTimeout("the connection took too long") from error
 
@@ -112,16 +112,16 @@ class PinnedNetwork(httpcore.AsyncNetworkBackend):
         port: int,
         limit_s: float | None,
         socket_options: Iterable[httpcore.SOCKET_OPTION] | None,
-    ) -> httpcore.AsyncNetworkStream:
+    ) -> MeteredStream:
         """Connects to one address after the other. Each gets its share of the time, so that a silent one does not take
         that of the others."""
         share_s = None if limit_s is None else limit_s / len(addresses)
         for address in addresses[:-1]:
-            try:
-                return await self._backend.connect_tcp(str(address), port, share_s, socket_options=socket_options)
-            except (httpcore.ConnectError, httpcore.ConnectTimeout):
-                continue
-        return await self._backend.connect_tcp(str(addresses[-1]), port, socket_options=socket_options)
+            with suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
+                stream = await self._backend.connect_tcp(str(address), port, share_s, socket_options=socket_options)
+                return MeteredStream(stream, WireMeter())
+        stream = await self._backend.connect_tcp(str(addresses[-1]), port, socket_options=socket_options)
+        return MeteredStream(stream, WireMeter())
 
     async def connect_unix_socket(
         self,
