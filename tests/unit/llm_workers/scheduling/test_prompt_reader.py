@@ -210,4 +210,4 @@ def test_a_prompt_of_one_token_has_no_scores() -> None:
     bench.add(request("a", 1, max_tokens=1, prompt_outputs=PromptOutputs(num_top_logprobs=2)))
     (events,) = finish(bench)
     logprobs = events.prompt_outputs[0].logprobs
-    assert (logprobs.num_top, logprobs.tokens()) == (2, [])
+    assert (logprobs.num_top, list(logprobs.tokens())) == (2, [])
