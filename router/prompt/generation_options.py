@@ -296,9 +296,9 @@ def check_grammar(grammar: str, param: str, limits: GrammarLimits = DEFAULT_LIMI
         return
     is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits.compiling.of_library())
     if is_error:
-        raise not_supported(param, plain_reason("\n".join(messages)))
+        raise unusable(param, plain_reason("\n".join(messages)))
 
 
-def not_supported(param: str, reason: str) -> InvalidRequest:
+def unusable(param: str, reason: str) -> InvalidRequest:
     """Returns the error for a grammar that can't be used."""
-    return InvalidRequest(f"`{param}` is not supported by this server: {reason}", param=param)
+    return InvalidRequest(f"`{param}` can't be used: {reason}", param=param)

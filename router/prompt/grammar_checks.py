@@ -13,7 +13,7 @@ from hashlib import blake2b
 
 from fabric.contracts import InvalidRequest
 from modalities.text import GrammarTokenizer, TextCodec
-from router.prompt.generation_options import check_grammar, not_supported
+from router.prompt.generation_options import check_grammar, unusable
 from router.router_config import GrammarLimits
 
 MAX_CHECKED = 4096
@@ -48,7 +48,7 @@ class GrammarChecks:
             if len(self._digest_to_reason) > MAX_CHECKED:
                 self._digest_to_reason.popitem(last=False)
         if reason:
-            raise not_supported(param, reason)
+            raise unusable(param, reason)
 
     def _compiled(self, grammar: str) -> str:
         try:

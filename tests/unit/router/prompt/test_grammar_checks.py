@@ -65,7 +65,7 @@ def test_a_grammar_is_compiled_once_whether_it_passes_or_not(monkeypatch: pytest
     good, bad = LLMatcher.grammar_from_regex("[ab]{3}"), LLMatcher.grammar_from_regex(COSTLY)
     for param in ("guided_regex", "structured_outputs.regex"):
         checks.check(good, param)
-        with pytest.raises(InvalidRequest, match=f"`{param}` is not supported") as caught:
+        with pytest.raises(InvalidRequest, match=f"`{param}` can't be used") as caught:
             checks.check(bad, param)
         assert caught.value.param == param
     checks.check("", "")
