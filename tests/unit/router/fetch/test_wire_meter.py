@@ -45,11 +45,15 @@ def in_body() -> WireMeter:
 
 @pytest.mark.parametrize("piece_bytes", [65536, 16384, 1369, 536, LARGE_PIECE_BYTES])
 def test_a_file_in_ordinary_pieces_of_any_number_passes(piece_bytes: int) -> None:
-    receive(in_body(), 20_000 * piece_bytes, piece_bytes)
+    meter = in_body()
+    receive(meter, 20_000 * piece_bytes, piece_bytes)
+    assert meter.num_read_bytes == len(HEAD) + 20_000 * piece_bytes
 
 
 def test_a_small_file_may_come_byte_by_byte() -> None:
-    receive(in_body(), MAX_SMALL_PIECES - 1, 1)
+    meter = in_body()
+    receive(meter, MAX_SMALL_PIECES - 1, 1)
+    assert meter.num_read_bytes == len(HEAD) + MAX_SMALL_PIECES - 1
 
 
 def test_small_reads_without_end_are_refused() -> None:
@@ -119,3 +123,4 @@ def test_a_head_may_name_the_protocol_in_its_values() -> None:
         meter.read(b"via: HTTP/1.1 a proxy\r\n")
     meter.head_ended()
     meter.read(b"\nHTTP/" * 100)
+    assert meter.num_read_bytes == 100 * (len(b"via: HTTP/1.1 a proxy\r\n") + len(b"\nHTTP/"))
