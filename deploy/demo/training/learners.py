@@ -10,6 +10,8 @@ The module knows no data, no optimizer, and does not know what the model learns.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import timedelta
@@ -47,6 +49,11 @@ def _join(learner: int, learn: Callable[..., None], meeting: Path, *arguments: A
         learn(learner, *arguments)
     finally:
         dist.destroy_process_group()
+    # Torch's threads are ended while the interpreter ends, which aborts the process once in a great many runs
+    # ("terminate called without an active exception"). All work is done here, so the process ends without that.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
