@@ -45,7 +45,7 @@ class PacedWriter:
         timers: Timers | None = None,
         limit_s: float = math.inf,
     ) -> None:
-        """With an infinite `keep_alive_s` it sends no comments. `limit_s` is the time from now in which everything must
+        """Sends no comments if `keep_alive_s` is infinite. `limit_s` is the time from now in which everything must
         be written."""
         self._send = send
         self._write_timeout_s, self._keep_alive_s = write_timeout_s, keep_alive_s

@@ -192,7 +192,7 @@ async def test_prompts_that_no_wait_lets_pass_are_refused_for_good_and_count_for
 
 
 async def test_all_inputs_count_before_the_first_is_computed() -> None:
-    """With a window of 16 inputs, the first would be computed in vain."""
+    """If inputs counted in windows of 16, the first ones would be computed in vain."""
     shop = Tenant("shop", (digest("sk-shop"),), rates=RateQuota(requests_per_minute=20))
     async with served(tenants=(shop,), embeddings="mean") as (cluster, client):
         for num_inputs, status in ((2, 200), (20, 429), (18, 200)):
