@@ -20,11 +20,12 @@ take a delay, and requests come from a workload or a trace.
     document_figures  simulates the figures of the documents
     choice            compares policies
     choice_curve      compares them over load, media, encoders and networks
-    sim_report        makes numbers, plots and pages of results
+    sim_report        makes numbers, tables and plots of results
     sim_command       carries out the commands
 
-`deploy` puts the options of `weft simulate` into its command line and calls `simulate`; it is the only user. This face
-imports the rest when a simulation runs. The folder knows nothing of how Weft is deployed.
+`deploy` puts the options of `weft simulate` into its command line and calls `simulate`. `loadtest.load` sends the
+requests of a `WorkloadSpec` to a real cluster. This face imports the rest when a simulation runs. The folder knows
+nothing of how Weft is deployed.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-__all__ = ["add_options", "simulate"]
+from loadtest.simulator.sim_requests import SimRequest
+from loadtest.simulator.workloads import QUESTION, WorkloadSpec, generate, media_of, parse_mix
+
+__all__ = ["QUESTION", "SimRequest", "WorkloadSpec", "add_options", "generate", "media_of", "parse_mix", "simulate"]
 
 DESCRIPTION = """\
 Simulates a cluster on a virtual clock. Planner, index, encoder pipeline and worker scheduler are the production code;

@@ -24,12 +24,13 @@ import numpy as np
 
 from fabric.contracts import RequestId
 from loadtest.benches.bench_result import Bar
+from loadtest.report_page import Percentiles, Plot, Table
 from loadtest.simulator.choice_curve import LOADS, curve_parts, curve_points
 from loadtest.simulator.cost_tables import load_table
 from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import POLICIES, SEQUENTIAL, FixedPolicy
 from loadtest.simulator.sim_cluster import ClusterSettings, SimCluster, SimResult
-from loadtest.simulator.sim_report import Percentiles, Plot, Summary, Table, distribution_plot, summarise, summary_table
+from loadtest.simulator.sim_report import Summary, distribution_plot, summarise, summary_table
 from loadtest.simulator.sim_requests import SimRequest
 from loadtest.simulator.sim_runs import SimRun, at_load, run_all
 from loadtest.simulator.workloads import WorkloadSpec

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from loadtest.report_page import Plot, Table
 from loadtest.simulator.policies import SEQUENTIAL
 from loadtest.simulator.sim_cluster import ClusterSettings, SimResult
-from loadtest.simulator.sim_report import WARM_UP, Plot, Table
+from loadtest.simulator.sim_report import WARM_UP
 from loadtest.simulator.sim_requests import Outcome
 from loadtest.simulator.sim_runs import LeastWork, SimRun, at_load, capacity, num_full_encoders, run_all
 from loadtest.simulator.workloads import WorkloadSpec

@@ -14,22 +14,14 @@ from dataclasses import asdict, replace
 
 from fabric.contracts import ConfigError
 from loadtest.benches.bench_result import Bar, BenchResult, commit, machine, publish, render_table
+from loadtest.report_page import Plot, Table, write_report
 from loadtest.simulator.choice import EXPERIMENTS, LARGE_RUNS, MIX, ONLY_BY_NAME, ChoiceScale, Experiment, LargeRun
 from loadtest.simulator.cost_tables import load_table
 from loadtest.simulator.document_figures import FIGURES, DocumentFigure
 from loadtest.simulator.faults import parse_fault
 from loadtest.simulator.policies import POLICIES, SEQUENTIAL
 from loadtest.simulator.sim_cluster import ClusterSettings
-from loadtest.simulator.sim_report import (
-    Plot,
-    Table,
-    as_json,
-    distribution_plot,
-    kind_table,
-    summarise,
-    summary_table,
-    write_report,
-)
+from loadtest.simulator.sim_report import as_json, distribution_plot, kind_table, summarise, summary_table
 from loadtest.simulator.sim_runs import SimRun, at_load, run_all
 from loadtest.simulator.trace_files import TraceOptions
 from loadtest.simulator.workloads import WorkloadSpec, parse_mix

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from simulated_requests import small_cluster
 
+from loadtest.report_page import Plot
 from loadtest.simulator import sim_runs
 from loadtest.simulator.choice import MEDIA_MIX, ChoiceScale, chance, isolation
 from loadtest.simulator.choice_curve import (
@@ -16,7 +17,6 @@ from loadtest.simulator.choice_curve import (
     with_encoder_load,
     with_encoding,
 )
-from loadtest.simulator.sim_report import Plot
 from loadtest.simulator.sim_runs import at_load, capacity
 
 SCALE = ChoiceScale(num_requests=20, num_workers=4, num_encoders=2, num_processes=1, num_seeds=2)

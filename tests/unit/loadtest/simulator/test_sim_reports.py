@@ -9,10 +9,11 @@ import pytest
 from simulated_requests import run, small_cluster, small_workload
 
 from deploy.cli import main
+from loadtest.report_page import Percentiles, Plot, write_report
 from loadtest.simulator import sim_runs
 from loadtest.simulator.choice import ChoiceScale, LargeRun, large
 from loadtest.simulator.document_figures import FIGURES
-from loadtest.simulator.sim_report import Percentiles, Plot, kind_table, summarise, summary_table, write_report
+from loadtest.simulator.sim_report import kind_table, summarise, summary_table
 from loadtest.simulator.sim_runs import SAMPLE, LeastWork, ProgressBar, SimRun, at_load, capacity, run_all
 from loadtest.simulator.workloads import WorkloadSpec
 
