@@ -100,9 +100,9 @@ class EngineStats(msgspec.Struct, array_like=True):
     ] = 0
     kv_blocks_used: Annotated[
         int,
-        gauge("weft_worker_kv_blocks_used", "KV blocks that sequences use; blocks that are only cached do not count."),
+        gauge("weft_worker_kv_used_blocks", "KV blocks that sequences use; blocks that are only cached do not count."),
     ] = 0
-    kv_blocks_total: Annotated[int, gauge("weft_worker_kv_blocks_total", "KV blocks of the worker.")] = 0
+    kv_blocks_total: Annotated[int, gauge("weft_worker_kv_capacity_blocks", "KV blocks of the worker.")] = 0
     num_features: Annotated[int, gauge("weft_worker_num_features", "Features that the engine can read.")] = 0
     steps: Annotated[int, counter("weft_worker_steps", "Steps that were computed.")] = 0
     tokens_generated: Annotated[int, counter("weft_worker_tokens_generated", "Generated tokens.")] = 0
@@ -165,10 +165,10 @@ class FeatureStats(msgspec.Struct, array_like=True):
     inbox_bytes_used: Annotated[
         int,
         gauge(
-            "weft_worker_inbox_bytes_used", "Bytes of the inbox that hold features or wait for the end of a transfer."
+            "weft_worker_inbox_used_bytes", "Bytes of the inbox that hold features or wait for the end of a transfer."
         ),
     ] = 0
-    inbox_bytes_total: Annotated[int, gauge("weft_worker_inbox_bytes_total", "Size of the inbox in bytes.")] = 0
+    inbox_bytes_total: Annotated[int, gauge("weft_worker_inbox_capacity_bytes", "Size of the inbox in bytes.")] = 0
     num_quarantined: Annotated[
         int,
         gauge(
@@ -179,7 +179,7 @@ class FeatureStats(msgspec.Struct, array_like=True):
     ] = 0
     kept_bytes_used: Annotated[
         int,
-        gauge("weft_worker_kept_bytes_used", "Bytes of host memory that hold features which are kept after prefill."),
+        gauge("weft_worker_kept_bytes", "Bytes of host memory that hold features which are kept after prefill."),
     ] = 0
     num_kept_hits: Annotated[
         int,
@@ -365,16 +365,16 @@ class ArenaStats(msgspec.Struct, array_like=True):
 
     used_bytes: Annotated[
         int,
-        gauge("weft_encoder_arena_bytes_used", "Bytes of features that are being written or are leased to workers."),
+        gauge("weft_encoder_arena_used_bytes", "Bytes of features that are being written or are leased to workers."),
     ] = 0
     cached_bytes: Annotated[
         int,
-        gauge("weft_encoder_arena_bytes_cached", "Bytes of complete features without a lease, which may be evicted."),
+        gauge("weft_encoder_arena_cached_bytes", "Bytes of complete features without a lease, which may be evicted."),
     ] = 0
-    total_bytes: Annotated[int, gauge("weft_encoder_arena_bytes_total", "Size of the arena in bytes.")] = 0
+    total_bytes: Annotated[int, gauge("weft_encoder_arena_capacity_bytes", "Size of the arena in bytes.")] = 0
     encoding_bytes: Annotated[
         int,
-        gauge("weft_encoder_arena_bytes_encoding", "Part of `weft_encoder_arena_bytes_used` that is being written."),
+        gauge("weft_encoder_arena_encoding_bytes", "Part of `weft_encoder_arena_used_bytes` that is being written."),
     ] = 0
     num_leases: Annotated[int, gauge("weft_encoder_num_leases", "Leases under which workers may read features.")] = 0
     num_encoding: Annotated[int, gauge("weft_encoder_num_features_encoding", "Features that are being written.")] = 0
@@ -518,7 +518,7 @@ class EncoderReport(PlaneWire, frozen=True):
     busy_fraction: Annotated[
         float,
         gauge(
-            "weft_encoder_busy_fraction",
+            "weft_encoder_busy_ratio",
             "Fraction of the last second or so in which a forward pass was running, from 0 to 1.",
         ),
     ] = 0.0
@@ -543,7 +543,7 @@ class EncoderReport(PlaneWire, frozen=True):
     patience: Annotated[
         float,
         gauge(
-            "weft_encoder_patience",
+            "weft_encoder_patience_seconds",
             "Seconds of waiting that move a request up in the queue as far as one second less of encoding does.",
         ),
     ] = 4.0

@@ -75,9 +75,9 @@ class RouterMetrics:
 
     def _add_media(self) -> None:
         self.requests_with = self._counter(
-            "requests_with", "Requests that had a medium of this modality.", ["modality"]
+            "requests_with_media", "Requests that had a medium of this modality.", ["modality"]
         )
-        self.media = self._counter("media", "Items of media whose tokens were planned.", ["modality"])
+        self.media = self._counter("media_items", "Items of media whose tokens were planned.", ["modality"])
         self.planned_tokens = self._counter(
             "planned_media_tokens", "Prompt tokens that were planned for media.", ["modality"]
         )
@@ -133,9 +133,9 @@ class RouterMetrics:
 
     def _add_times(self) -> None:
         """Adds the times of requests, as this router measured them."""
-        self.ttft = self._histogram("ttft_seconds", "Time from the arrival of a request to its first token.", SECONDS)
-        self.itl = self._histogram("itl_seconds", "Time between two tokens of a choice.", SECONDS)
-        self.e2e = self._histogram("e2e_seconds", "Time from the arrival of a request to its end.", SECONDS)
+        self.ttft = self._histogram("time_to_first_token_seconds", "Time from the arrival of a request to its first token.", SECONDS)
+        self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens of a choice.", SECONDS)
+        self.e2e = self._histogram("request_duration_seconds", "Time from the arrival of a request to its end.", SECONDS)
         self.stage = self._histogram(
             "stage_seconds",
             "Time of a request by stage: making its prompt (`prompt`), from dispatch to the end of the worker's work "
@@ -154,7 +154,7 @@ class RouterMetrics:
             "ttft_ratio", "Predicted time to first token, divided by the actual one.", RATIOS
         )
         self.overlap = self._histogram(
-            "overlap_efficiency", "Lower bound of the time to first token, divided by the actual one.", RATIOS
+            "overlap_efficiency_ratio", "Lower bound of the time to first token, divided by the actual one.", RATIOS
         )
         self.ttft_ratio_by_class = self._histogram(
             "modality_ttft_ratio",
@@ -164,8 +164,8 @@ class RouterMetrics:
             ["modality"],
         )
         self.overlap_by_class = self._histogram(
-            "modality_overlap_efficiency",
-            "The same as `weft_router_overlap_efficiency`, by the modality class of the request.",
+            "modality_overlap_efficiency_ratio",
+            "The same as `weft_router_overlap_efficiency_ratio`, by the modality class of the request.",
             RATIOS,
             ["modality"],
         )
@@ -345,14 +345,20 @@ class PlannerSeries(Collector):
         for field, name, text in (
             ("num_keys", "keys", "Keys in the index."),
             ("num_out_of_step", "sources_out_of_step", "Members whose events are missing from the index."),
-            ("num_refused", "refused", "Keys that were not recorded, because the key ahead of them was evicted."),
-            ("num_evicted", "evicted", "Keys that were evicted to make room for others."),
             ("num_bytes", "bytes", "Memory of the index in bytes."),
         ):
             gauge = GaugeMetricFamily(f"weft_index_{name}", text, labels=["index"])
             for index, stats in indexes.items():
                 gauge.add_metric([index], getattr(stats, field))
             yield gauge
+        for field, name, text in (
+            ("num_refused", "refused_keys", "Keys that were not recorded, because the key ahead of them was evicted."),
+            ("num_evicted", "evicted_keys", "Keys that were evicted to make room for others."),
+        ):
+            counter = CounterMetricFamily(f"weft_index_{name}", text, labels=["index"])
+            for index, stats in indexes.items():
+                counter.add_metric([index], getattr(stats, field))
+            yield counter
 
 
 class ClusterMetrics:

@@ -181,10 +181,10 @@ def test_a_client_that_leaves_frees_everything(cluster: ClusterProcess) -> None:
             lines = response.iter_lines()
             for _ in range(6):
                 next(lines)
-        gauges = ("kv_blocks_used", "inbox_bytes_used", "num_running", "num_waiting", "num_features")
+        gauges = ("kv_used_blocks", "inbox_used_bytes", "num_running", "num_waiting", "num_features")
         eventually(lambda: all(cluster.total(f"weft_worker_{gauge}") == 0 for gauge in gauges))
         eventually(lambda: cluster.total("weft_encoder_num_leases") == 0)
-        eventually(lambda: cluster.total("weft_encoder_arena_bytes_used") == 0)
+        eventually(lambda: cluster.total("weft_encoder_arena_used_bytes") == 0)
         assert cluster.total("weft_router_requests_in_flight") == 0
 
 

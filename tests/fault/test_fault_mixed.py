@@ -61,7 +61,7 @@ def test_one_of_two_workers_killed_at_work_costs_no_request(cluster: ClusterProc
 
 
 def test_everything_is_free_afterwards(cluster: ClusterProcess) -> None:
-    for name in ("kv_blocks_used", "inbox_bytes_used", "num_running", "num_waiting", "num_quarantined"):
+    for name in ("kv_used_blocks", "inbox_used_bytes", "num_running", "num_waiting", "num_quarantined"):
         eventually(lambda name=name: cluster.total(f"weft_worker_{name}") == 0)
     eventually(lambda: cluster.total("weft_encoder_num_leases") == 0)
     assert cluster.total("weft_router_requests_in_flight") == 0

@@ -83,8 +83,8 @@ async def test_requests_and_tokens_are_counted() -> None:
         assert value(cluster, "weft_router_attempts_total", outcome="ok") == 1
         assert value(cluster, "weft_router_prompt_tokens_total") == usage.num_prompt_tokens
         assert value(cluster, "weft_router_completion_tokens_total") == usage.num_completion_tokens > 10
-        assert value(cluster, "weft_router_requests_with_total", modality="image") == 1
-        assert value(cluster, "weft_router_media_total", modality="image") == 1
+        assert value(cluster, "weft_router_requests_with_media_total", modality="image") == 1
+        assert value(cluster, "weft_router_media_items_total", modality="image") == 1
         assert (
             value(cluster, "weft_router_planned_media_tokens_total", modality="image")
             == (usage.modality_to_tokens["image"])
@@ -103,23 +103,23 @@ async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
         assert prompt_s >= PLAN_S
         worker_s = usage.num_completion_tokens * STEP_S
         seconds = {
-            "ttft_seconds": prompt_s + STEP_S,
+            "time_to_first_token_seconds": prompt_s + STEP_S,
             "actual_ttft_seconds": STEP_S,
-            "e2e_seconds": prompt_s + worker_s,
+            "request_duration_seconds": prompt_s + worker_s,
             "predicted_ttft_seconds": plan["predicted_ttft_s"],
             "ttft_ratio": plan["predicted_ttft_s"] / STEP_S,
-            "overlap_efficiency": plan["lower_bound_s"] / STEP_S,
+            "overlap_efficiency_ratio": plan["lower_bound_s"] / STEP_S,
         }
         assert plan["predicted_ttft_s"] >= plan["lower_bound_s"] > 0
         for name, taken in seconds.items():
             assert value(cluster, f"weft_router_{name}_count") == 1, name
             assert value(cluster, f"weft_router_{name}_sum") == pytest.approx(taken), name
-        for name in ("ttft_ratio", "overlap_efficiency"):
+        for name in ("ttft_ratio", "overlap_efficiency_ratio"):
             assert value(cluster, f"weft_router_modality_{name}_count", modality="image") == 1
             taken = value(cluster, f"weft_router_modality_{name}_sum", modality="image")
             assert taken == pytest.approx(seconds[name]), name
-        assert value(cluster, "weft_router_itl_seconds_count") == usage.num_completion_tokens - 1
-        assert value(cluster, "weft_router_itl_seconds_sum") == pytest.approx(worker_s - STEP_S)
+        assert value(cluster, "weft_router_inter_token_latency_seconds_count") == usage.num_completion_tokens - 1
+        assert value(cluster, "weft_router_inter_token_latency_seconds_sum") == pytest.approx(worker_s - STEP_S)
         for stage, taken in {"prompt": prompt_s, "worker": worker_s, "router": prompt_s}.items():
             assert value(cluster, "weft_router_stage_seconds_count", stage=stage) == 1
             assert value(cluster, "weft_router_stage_seconds_sum", stage=stage) == pytest.approx(taken), stage
@@ -144,8 +144,8 @@ async def test_tokens_of_one_frame_share_the_time_since_the_last() -> None:
         cluster.workers[0].script.frames = two_at_a_time
         _, _, usage = await read(await cluster.service.open(chat()))
         num_after_first = usage.num_completion_tokens - 2
-        assert value(cluster, "weft_router_itl_seconds_count") == num_after_first > 4
-        assert value(cluster, "weft_router_itl_seconds_sum") == pytest.approx(num_after_first * STEP_S)
+        assert value(cluster, "weft_router_inter_token_latency_seconds_count") == num_after_first > 4
+        assert value(cluster, "weft_router_inter_token_latency_seconds_sum") == pytest.approx(num_after_first * STEP_S)
 
 
 async def test_a_request_without_a_token_has_no_first_one() -> None:
@@ -154,8 +154,8 @@ async def test_a_request_without_a_token_has_no_first_one() -> None:
         with pytest.raises(EngineFailed):
             await read(await cluster.service.open(chat([image()])))
         assert value(cluster, "weft_router_requests_total", code="engine_failed") == 1
-        assert value(cluster, "weft_router_ttft_seconds_count") == 0
-        assert value(cluster, "weft_router_e2e_seconds_sum") == pytest.approx(family.taken_s)
+        assert value(cluster, "weft_router_time_to_first_token_seconds_count") == 0
+        assert value(cluster, "weft_router_request_duration_seconds_sum") == pytest.approx(family.taken_s)
 
 
 async def test_frames_that_are_not_used_are_counted_by_reason() -> None:
@@ -248,7 +248,7 @@ async def test_the_sizes_of_the_indexes_are_told() -> None:
     async with fake_cluster() as cluster:
         worker, encoder = cluster.workers[0], cluster.encoders[0]
         for index in ("prefix", "feature"):
-            assert (of("keys", index), of("refused", index)) == (0, 0)
+            assert (of("keys", index), of("refused_keys_total", index)) == (0, 0)
 
         def stored(name: bytes) -> BlocksStored:
             return BlocksStored(None, name * 16)
@@ -284,8 +284,8 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
         reports = cluster.service.metrics.reports
         await settled(lambda: len(reports.workers) == 2 and len(reports.encoders) == 1)
         for worker in ("worker-0", "worker-1"):
-            assert value(cluster, "weft_worker_kv_blocks_used", worker=worker) == 7
-            assert value(cluster, "weft_worker_inbox_bytes_used", worker=worker) == 4096
+            assert value(cluster, "weft_worker_kv_used_blocks", worker=worker) == 7
+            assert value(cluster, "weft_worker_inbox_used_bytes", worker=worker) == 4096
             assert value(cluster, "weft_worker_num_features", worker=worker) == 3
             assert value(cluster, "weft_worker_prefix_hit_tokens_total", worker=worker) == 14
         assert value(cluster, "weft_encoder_queue_cost", encoder="encoder-0") == 21
@@ -295,8 +295,8 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
         gone.plane.send(cluster.plane.address, gone.report(2))  # This is late, because the worker has left.
         cluster.workers[1].plane.send(cluster.plane.address, cluster.workers[1].report(2))
         await settled(lambda: reports.workers[cluster.workers[1].member_id].seq == 2)
-        assert value(cluster, "weft_worker_kv_blocks_used", worker="worker-0") is None
-        assert value(cluster, "weft_worker_kv_blocks_used", worker="worker-1") == 7
+        assert value(cluster, "weft_worker_kv_used_blocks", worker="worker-0") is None
+        assert value(cluster, "weft_worker_kv_used_blocks", worker="worker-1") == 7
         assert b'worker="worker-0"' not in await cluster.service.metrics_exposition()
 
 

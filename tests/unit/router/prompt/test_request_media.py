@@ -319,8 +319,8 @@ async def test_media_are_counted_by_modality() -> None:
         await read(await cluster.service.open(chat([video(sound=SOUND), audio()])))
         await settled(lambda: cluster.service.admission.num_in_flight == 0)
         value = cluster.service.metrics.registry.get_sample_value
-        assert value("weft_router_requests_with_total", {"modality": "audio"}) == 1
-        assert value("weft_router_media_total", {"modality": "audio"}) == 2
+        assert value("weft_router_requests_with_media_total", {"modality": "audio"}) == 1
+        assert value("weft_router_media_items_total", {"modality": "audio"}) == 2
         assert value("weft_router_planned_media_tokens_total", {"modality": "audio"}) == 25
         assert value("weft_router_planned_media_tokens_total", {"modality": "video"}) == 12
         assert value("weft_router_probe_seconds_count", {"modality": "video"}) == 1
