@@ -1,0 +1,16 @@
+"""Holds the commands of `weft`: what each prints, asks and starts.
+
+`command_line` defines commands and options, and says which one is meant by a misspelled word. It imports a command's
+module when the command runs, so that `weft version` takes no second.
+
+    serve_cluster    `weft serve`
+    config_checks    `weft check`, `weft key`
+    cluster_client   asks a cluster over HTTP, and says what to do when that fails
+
+`deploy.cli` is the only user. The folder knows nothing of how a cluster does its work: commands that ask a cluster
+know it by its HTTP API.
+"""
+
+from deploy.commands.command_line import VERSION, build_parser
+
+__all__ = ["VERSION", "build_parser"]

@@ -1,0 +1,213 @@
+"""Defines the commands of `weft` and their options.
+
+Each command has a function here that imports its module and calls it, so that the parser alone costs little: reading
+the command line imports neither the config nor any model. `WeftParser` names the command or option that a misspelled
+one may mean, which argparse does only from Python 3.14 on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from loadtest.simulator import add_options, simulate
+
+VERSION = "0.1.0"
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+class WeftParser(argparse.ArgumentParser):
+    """A `WeftParser` ends with a message that names what may be meant, where a word is unknown."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '([^']*)'", message)
+        if unknown is not None:
+            message = re.sub(r" \(choose from .*\)$", "", message) + self._hint(unknown[1], self.choices())
+        self.print_usage(sys.stderr)
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parses a whole command line. What is unknown is an error of the command that was chosen; argparse would let
+        the first parser say it, which knows no option of a command."""
+        found, unknown = self.parse_known_args(words)
+        if unknown:
+            chosen = self._chosen(words)
+            hints = [chosen._hint(word.partition("=")[0], chosen.options()) for word in unknown if word[:1] == "-"]
+            chosen.error(f"unknown argument: {' '.join(unknown)}{next(filter(None, hints), '')}")
+        return found
+
+    def _chosen(self, words: Iterable[str]) -> WeftParser:
+        """Returns the parser of the command that the words name."""
+        parser = self
+        for word in words:
+            parser = parser.commands().get(word, parser)
+        return parser
+
+    def _hint(self, word: str, known: Iterable[str]) -> str:
+        close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+        return f"; did you mean {close[0]}?" if close else f"; `{self.prog} --help` lists what there is"
+
+    def commands(self) -> dict[str, WeftParser]:
+        """Maps the names of the commands below this one to their parsers."""
+        return {
+            name: parser
+            for action in self._actions
+            if isinstance(action, argparse._SubParsersAction)
+            for name, parser in action.choices.items()
+        }
+
+    def choices(self) -> list[str]:
+        """Returns every word that this parser takes as a choice, those of commands included."""
+        return [str(choice) for action in self._actions for choice in action.choices or ()]
+
+    def options(self) -> list[str]:
+        return [option for action in self._actions for option in action.option_strings]
+
+
+Commands = argparse._SubParsersAction
+
+
+def build_parser() -> WeftParser:
+    """Returns the parser of the whole command line. A parsed command has its function in `run`."""
+    parser = WeftParser(prog="weft", description="Serves multimodal models, with encoders on devices of their own.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_checks(commands)
+    _add_measurements(commands)
+    demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
+    _add_cluster_options(demo)
+    demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
+    demo.set_defaults(run=_demo)
+    version = commands.add_parser("version", help="prints the version")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _add_serve(commands: Commands[WeftParser]) -> None:
+    serve = commands.add_parser("serve", help="starts a cluster on this machine and serves until it is interrupted")
+    serve.add_argument(
+        "--config", type=Path, help="reads the config from this YAML file (default: deploy/configs/laptop.yaml)"
+    )
+    serve.add_argument(
+        "--model", type=Path, help="serves the transformers model in this directory (default: the demo model)"
+    )
+    serve.add_argument("--host", help="listens on this address")
+    serve.add_argument("--port", type=int, help="listens on this port; 0 picks a free one")
+    serve.add_argument(
+        "--log-level", choices=["debug", "info", "warning", "error"], help="logs lines from this level on"
+    )
+    serve.add_argument(
+        "--log-format", choices=["text", "json"], help="writes log lines for people (text) or for machines (json)"
+    )
+    serve.add_argument(
+        "--log-to",
+        choices=["files", "terminal"],
+        help="writes one log file for each process, or all lines to this terminal",
+    )
+    serve.add_argument("--log-dir", type=Path, help="makes the folder for the log files of this run here")
+    serve.add_argument("--in-process", action="store_true", help="runs the whole cluster in one process, without Ray")
+    # The supervisor passes this option to the server that it starts.
+    serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
+    # The supervisor runs this command after a server that was killed or failed.
+    serve.add_argument("--remove-left", action="store_true", help=argparse.SUPPRESS)
+    serve.set_defaults(run=_serve)
+
+
+def _add_checks(commands: Commands[WeftParser]) -> None:
+    check = commands.add_parser(
+        "check",
+        help="checks a config file: names every problem with its line and key, and prints the memory of each process",
+    )
+    check.add_argument("file", type=Path, help="is the YAML file to check")
+    check.set_defaults(run=_check)
+
+    key = commands.add_parser("key", help="makes API keys for the file that access.keys_file names")
+    new_key = key.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "new", help="prints a new random key to standard error, once, and its line for the file to standard output"
+    )
+    new_key.add_argument("tenant", nargs="?", help="names the tenant of the key, as in the config")
+    new_key.add_argument("--name", help="names the key in metrics (default: a part of its digest)")
+    new_key.add_argument("--operator", action="store_true", help="lets the key read /metrics and /weft")
+    new_key.set_defaults(run=_new_key)
+
+
+def _add_measurements(commands: Commands[WeftParser]) -> None:
+    bench = commands.add_parser("bench", help="runs a benchmark")
+    bench.add_argument("name", help="names the benchmark; 'all' runs every one, and 'list' lists them")
+    bench.add_argument(
+        "--json", action="store_true", help="prints only the bars, as JSON; the table goes to standard error"
+    )
+    bench.add_argument(
+        "options", nargs=argparse.REMAINDER, help="are passed to the benchmark; `weft bench NAME --help` lists them"
+    )
+    bench.set_defaults(run=_bench)
+
+    simulation = commands.add_parser("simulate", help="simulates a cluster on a virtual clock")
+    add_options(simulation)
+    simulation.set_defaults(run=simulate)
+
+
+def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of every command that asks a running cluster."""
+    group = parser.add_argument_group("cluster")
+    group.add_argument("--url", default=DEFAULT_URL, help=f"is the URL of the cluster (default: {DEFAULT_URL})")
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="names a file with the API key, if the cluster asks for one"
+    )
+    group.add_argument(
+        "--ca-file", type=Path, metavar="FILE", help="trusts the certificates of the authorities in this PEM file"
+    )
+    group.add_argument(
+        "--client-cert-file",
+        type=Path,
+        metavar="FILE",
+        help="shows the certificate in this PEM file, which has its key too, if the cluster asks for one",
+    )
+
+
+# ------------------------------------------------------------ what runs a command
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from deploy.commands.serve_cluster import serve
+
+    return serve(arguments)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from deploy.commands.config_checks import check
+
+    return check(arguments)
+
+
+def _new_key(arguments: argparse.Namespace) -> int:
+    from deploy.commands.config_checks import make_key
+
+    return make_key(arguments)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from loadtest.benches import run_benches
+
+    options = [option for option in arguments.options if option != "--json"]
+    # argparse puts a `--json` that follows the name into `options`.
+    as_json = arguments.json or len(options) < len(arguments.options)
+    return run_benches(arguments.name, as_json=as_json, options=options)
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from deploy.commands.cluster_client import ClusterOptions
+    from deploy.demo.ask import run_demo
+
+    options = ClusterOptions.of(arguments)
+    return run_demo(options.url, arguments.seed, options.api_key, options.tls())
+
+
+def _version(_: argparse.Namespace) -> int:
+    print(f"weft {VERSION}")
+    return 0

@@ -1,0 +1,63 @@
+"""Implements `weft check`, which says whether a cluster could start from a config file and what it would take, and
+`weft key new`, which makes a line for the file of keys.
+
+Both print for people and start nothing. The module knows nothing of clusters that run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from deploy.config_file import check_config
+from deploy.limit_table import check_files, limit_lines
+from deploy.sizing import budget_lines, check_budget
+from router.run import NO_TENANT, new_key
+
+
+def check(arguments: argparse.Namespace) -> int:
+    """Prints what is wrong with a config file, or its limits and the memory of each process."""
+    try:
+        text = arguments.file.read_text()
+    except OSError as error:
+        print(f"weft: the config file {arguments.file} can't be read: {error.strerror}", file=sys.stderr)
+        return 1
+    config, problems = check_config(text)
+    for problem in problems:
+        print(f"{arguments.file}: {problem}", file=sys.stderr)
+    if config is None:
+        return 1
+    parts = {"router": config.router.replicas, "encoder": config.encoders.replicas, "worker": config.workers.replicas}
+    print("\n".join(limit_lines(config)))
+    held, flaws = check_files(config)
+    for line in held:
+        print(line)
+    for flaw in flaws:
+        print(f"{arguments.file}: {flaw}", file=sys.stderr)
+    if flaws:
+        return 1
+    counts = ", ".join(f"{replicas} {name}" for name, replicas in parts.items())
+    print(config.media.fetch.summary())
+    budget, why_not = check_budget(config)
+    if budget is None:
+        print(f"{arguments.file}: the config is valid ({counts} replicas)")
+        print(f"the memory is not computed, because the model can't be read: {why_not}")
+        return 0
+    print("\n".join(budget_lines(budget)))
+    for shortfall in budget.problems:
+        print(f"{arguments.file}: {shortfall}", file=sys.stderr)
+    if not budget.problems:
+        print(f"{arguments.file}: the config is valid ({counts} replicas)")
+    return 1 if budget.problems else 0
+
+
+def make_key(arguments: argparse.Namespace) -> int:
+    """Prints a new key to standard error and its line to standard output."""
+    tenant = arguments.tenant or NO_TENANT
+    if tenant == NO_TENANT and not arguments.operator:
+        print("weft: name the tenant of the key, or make a key of an operator with --operator", file=sys.stderr)
+        return 2
+    key, line = new_key(tenant, arguments.name, arguments.operator)
+    print(f"weft: this is the key; it is shown only now, and can't be computed from its line\n{key}", file=sys.stderr)
+    print(line, flush=True)
+    return 0

@@ -1,0 +1,128 @@
+"""Implements `weft serve`: starts a cluster on this machine, on Ray or in one process, and serves until a signal asks
+for the end.
+
+The command runs twice: first as the supervisor, which starts the same command again with `--supervised` as the server
+(`deploy/supervisor.py` says why). The module knows nothing of how a cluster is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from deploy.config import ClusterConfig
+from deploy.config_file import load_config
+from deploy.logs import configure_logs, where_logs_are, with_run_folder
+from deploy.process_setup import freeze_what_lives, new_event_loop
+from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
+
+STOP_S = 30.0
+"""Every process must have ended this many seconds after the end of the drain; the supervisor kills those that have
+not."""
+
+
+def serve(arguments: argparse.Namespace) -> int:
+    """Runs a cluster until it is interrupted: as the supervisor of a server, or as that server."""
+    config = apply_overrides(
+        load_config(arguments.config),
+        {
+            ("model", "path"): arguments.model,
+            ("server", "host"): arguments.host,
+            ("server", "port"): arguments.port,
+            ("logging", "level"): arguments.log_level,
+            ("logging", "format"): arguments.log_format,
+            ("logging", "to"): arguments.log_to,
+            ("logging", "dir"): arguments.log_dir,
+        },
+    )
+    if arguments.remove_left:
+        from deploy.ray.runtime import remove_left
+
+        remove_left(config)
+        return 0
+    if arguments.supervised is None:
+        # With -P, Python imports nothing from the current directory.
+        command = [sys.executable, "-P", "-m", "deploy.cli", *arguments.argv]
+        is_joined = config.ray.address is not None and not arguments.in_process
+        clean_up = [*command, "--remove-left"] if is_joined else []
+        return supervise([*command, "--supervised"], config.server.drain_s + STOP_S, clean_up)
+    config = with_run_folder(config)
+    configure_logs(config.logging, "serve", terminal_level=logging.WARNING)
+    lifeline = Lifeline(arguments.supervised)
+    # Some service managers signal every process of a service. The handler calls `stop` in a thread because `stop` takes
+    # a lock that `wait` may hold in the main thread, where handlers run.
+    signal.signal(signal.SIGTERM, lambda *_: threading.Thread(target=lifeline.stop).start())
+    try:
+        if arguments.in_process:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(_serve_in_process(config, lifeline))
+        else:
+            _serve_on_ray(config, lifeline)
+    finally:
+        folder = Path(os.environ.get("TMPDIR", ""))
+        # The supervisor made this folder for this process.
+        if lifeline.is_cut and folder.name.startswith(FOLDER_PREFIX):
+            shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
+    from deploy.ray.runtime import run_cluster
+
+    print(f"weft: the cluster is starting; {where_logs_are(config.logging)} ...", flush=True)
+    with run_cluster(config, temp_dir=Path(tempfile.gettempdir())) as cluster:
+        lifeline.tell_ready()
+        print(banner(cluster.url, cluster.model_name), flush=True)
+        lifeline.wait()
+        _say_stopping(config)
+        if lifeline.is_cut:
+            cluster.drain(0.0)
+
+
+async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
+    from deploy.local import serving
+
+    print(f"weft: the cluster is starting in one process; {where_logs_are(config.logging)} ...", flush=True)
+    async with serving(config) as (cluster, port):
+        freeze_what_lives()
+        lifeline.tell_ready()
+        scheme = "http" if config.server.tls_cert_file is None else "https"
+        print(banner(f"{scheme}://{config.server.host}:{port}", cluster.model.name), flush=True)
+        await asyncio.to_thread(lifeline.wait)
+        _say_stopping(config)
+        if lifeline.is_cut:
+            await cluster.router.stop()
+
+
+def _say_stopping(config: ClusterConfig) -> None:
+    limit = f"for at most {config.server.drain_s:g} s"
+    print(f"weft: the cluster finishes its requests {limit}; a second signal ends it at once ...", flush=True)
+
+
+def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object]) -> ClusterConfig:
+    """Returns the config with the values of the command line (all that are not None) in place of its own. Validates the
+    result again."""
+    data = config.model_dump()
+    for (section, key), value in key_to_value.items():
+        if value is not None:
+            data[section][key] = value
+    return ClusterConfig.model_validate(data)
+
+
+def banner(url: str, model_name: str) -> str:
+    """Returns the text that a user sees when the cluster is ready: the URL of the cluster and one command to try."""
+    body = f'{{"model": "{model_name}", "max_tokens": 32, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    return (
+        f"weft: the cluster is ready at {url} (model {model_name})\n\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"    -d '{body}'\n"
+    )
