@@ -53,6 +53,8 @@ class WorkerReporter:
         self._residence_s = self._held_s = 0.0
         self._lacking: set[AttemptId] = set()
         """Holds the open attempts that lacked features when they were admitted."""
+        self._work_s = 0.0
+        """Sums what the work of the steps costs, without the fixed part of steps."""
         self._running: tuple[StepWork, float] | None = None
         """Holds the work of the running step, if it computes prompt tokens, and when it began."""
 
@@ -66,7 +68,7 @@ class WorkerReporter:
             self._kv_events += update.kv_events
         self._running = None if update.begun_work is None else (update.begun_work, update.at_s)
         if update.step_work is not None:
-            self.costs.observe(update.step_work, update.step_s, update.at_s)
+            self.observe_step(update.step_work, update.step_s, update.at_s)
         self._lacking.update(each.attempt for each in update.admitted if each.admission.missing_units)
         for finished in update.events.finished if update.events is not None else ():
             in_steps_s = finished.times.total_s - finished.times.queue_s
@@ -76,6 +78,11 @@ class WorkerReporter:
                 self._held_s += _NEW_SHARE * (finished.times.held_s - self._held_s)
         self._lacking.difference_update(each.sequence_id.attempt_id for each in update.aborted)
         self._lacking.difference_update(each.attempt for each in update.failed)
+
+    def observe_step(self, work: StepWork, taken_s: float, ended_s: float) -> None:
+        """Learns from a step what steps cost, and counts its work."""
+        self.costs.observe(work, taken_s, ended_s)
+        self._work_s += work.weighted_tokens * self.costs.s_per_token + work.num_decodes * self.costs.s_per_decode
 
     def take_kv_events(self) -> KvEvents | None:
         """Returns the events of the prefix cache since the last call, or None if there are none."""
@@ -108,4 +115,5 @@ class WorkerReporter:
             step_left_s=max(begun_at_s + self.costs.seconds(work) - now_s, 0.0) if self._running else 0.0,
             at_s=now_s,
             engine_age_s=max(now_s - self._engine_at_s, 0.0) if self._engine_at_s else 0.0,
+            work_s=self._work_s,
         )

@@ -291,6 +291,14 @@ class WorkerReport(PlaneWire, frozen=True):
             "Time since the last change of the numbers of steps, sequences and blocks in this report.",
         ),
     ] = 0.0
+    work_s: Annotated[
+        float,
+        counter(
+            "weft_worker_work_seconds",
+            "Time that the tokens of steps have added to them, by the predicted costs of both kinds of tokens; "
+            "the fixed part of steps, `weft_worker_step_overhead_seconds`, does not count.",
+        ),
+    ] = 0.0
 
 
 # ---------------------------------------------------------------- encoders

@@ -403,10 +403,9 @@ class SimWorker:
         if stretch is None:
             return
         num_ended, ends = 0, stretch.at_s
-        costs = self._reporter.costs
         while num_ended < stretch.num_steps and ends + stretch.step_s <= now_s:
             begun_s, ends = ends, ends + stretch.step_s
-            costs.observe(stretch.work, ends - begun_s, ends)
+            self._reporter.observe_step(stretch.work, ends - begun_s, ends)
             self.busy_s += ends - begun_s
             num_ended += 1
         if not num_ended:
