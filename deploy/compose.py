@@ -29,7 +29,7 @@ from deploy.request_config import TenantSection
 from deploy.topology import find_place
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock
-from fabric.transport import FeatureSink, FeatureSource, Plane
+from fabric.transport import FeatureSink, FeatureSource, Plane, PortRange
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
@@ -136,6 +136,11 @@ def member_place(config: ClusterConfig, kind: str, node_labels: Mapping[str, str
     if kind == "worker":
         return find_place(config.workers.device, config.workers.tensor_parallel, node_labels)
     return MemberPlace()
+
+
+def port_range(config: ClusterConfig) -> PortRange | None:
+    """Returns the ports on which members listen, or None if the system chooses them."""
+    return None if config.network.ports is None else PortRange.parse(config.network.ports)
 
 
 def host_name() -> str:

@@ -14,7 +14,19 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from deploy.config_values import Bytes, Device, LocalFile, Modality, Section, Switch, default_of
+from deploy.config_values import (
+    Bytes,
+    Device,
+    LocalFile,
+    Modality,
+    Network,
+    Ports,
+    RayResources,
+    Section,
+    Switch,
+    default_of,
+    one_or_more,
+)
 from deploy.http_limits import HttpLimits
 from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
@@ -125,6 +137,9 @@ class LinkSection(Section):
 class RouterSection(Section):
     replicas: int = Field(1, ge=1)
     """Sets the number of routers."""
+    ray_resources: RayResources = Field({})
+    """Maps custom resources of Ray to the amount that each router takes, so that routers run only on nodes that have
+    them (`ray start --resources`)."""
     max_in_flight: int = Field(default_of(RouterConfig, "max_in_flight"), ge=1)
     """Limits the requests that each router has admitted and not ended; a further request is answered 429."""
     max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
@@ -188,6 +203,9 @@ class EncoderSection(Section):
     """Says where the encoders compute."""
     gpus_per_replica: float = Field(0, ge=0)
     """Sets the number of GPUs of each encoder."""
+    ray_resources: RayResources = Field({})
+    """Maps custom resources of Ray to the amount that each encoder takes, so that encoders run only on nodes that have
+    them."""
     arena_bytes: Bytes | None = None
     """Sets the size of each encoder's memory for features. With None, the encoders share 16 GB equally,
     or an eighth of the machine's memory if that is less."""
@@ -254,6 +272,9 @@ class WorkerSection(Section):
     layers and KV heads."""
     gpus_per_replica: float = Field(0, ge=0)
     """Sets the number of GPUs of each rank."""
+    ray_resources: RayResources = Field({})
+    """Maps custom resources of Ray to the amount that each rank takes, so that workers run only on nodes that have
+    them."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Each rank of a replica waits this many seconds for the others in a step; then the replica counts as lost."""
     block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)
@@ -314,6 +335,27 @@ class LoggingSection(Section):
     """A log file that grows beyond this size is put aside and a new one begins; the last three are kept."""
 
 
+class NetworkSection(Section):
+    """Says at which address, on which ports and over which devices the members of several machines reach each other.
+    Where Weft starts a Ray of its own, all of them are on this machine and use the loopback."""
+
+    interface: Annotated[tuple[str, ...], BeforeValidator(one_or_more), Field(min_length=1)] | None = None
+    """Lists names of interfaces, as patterns (`eth1`, `ib*`); members advertise the first address that fits. None means
+    Ray's own address of the node. `WEFT_NODE_ADDRESS` in the environment of a node names its address itself."""
+    subnet: Annotated[tuple[Network, ...], BeforeValidator(one_or_more), Field(min_length=1)] | None = None
+    """Lists networks (`10.1.0.0/16`) in one of which the advertised address lies, for nodes whose interfaces have
+    different names."""
+    ports: Ports | None = None
+    """Sets the range of ports (`21000-21999`) on which everything of Weft listens that other machines connect to,
+    except the HTTP API: messages, features over TCP, ranks that come together, and metrics of members. With None the
+    system chooses free ports. A member takes about five, and each rank process two."""
+    ucx_net_devices: str | None = Field(None, min_length=1)
+    """Sets `UCX_NET_DEVICES` (`mlx5_0:1,eth1`), the devices over which features travel. None means the interface of the
+    advertised address and every RDMA device with an active port."""
+    ucx_tls: str | None = Field(None, min_length=1)
+    """Sets `UCX_TLS`, the transports that UCX may use for features (`tcp`, or `rc,tcp`); None means all."""
+
+
 class RaySection(Section):
     address: str | None = None
     """Names an existing Ray cluster; None starts one on this machine for as long as `weft serve` runs."""
@@ -334,6 +376,7 @@ class ClusterConfig(Section):
     encoders: EncoderSection = EncoderSection()
     workers: WorkerSection = WorkerSection()
     ray: RaySection = RaySection()
+    network: NetworkSection = NetworkSection()
     logging: LoggingSection = LoggingSection()
     limits: LimitsSection = LimitsSection()
     access: AccessSection = AccessSection()

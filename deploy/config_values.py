@@ -7,12 +7,15 @@ The module knows no key.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from fabric.contracts import ConfigError
+from fabric.transport import PortRange
 from modalities.registry import REGISTRY
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -39,6 +42,42 @@ Device = Literal["cpu", "cuda"]
 
 LocalFile = Annotated[Path, AfterValidator(Path.absolute)]
 """A relative path counts from the folder in which the config is read, because replicas run in other folders."""
+
+
+def one_or_more(value: object) -> object:
+    """Turns a single text into a list of one, for keys that take one or several."""
+    return [value] if isinstance(value, str) else value
+
+
+def _check_ports(text: str) -> str:
+    try:
+        return str(PortRange.parse(text))
+    except ConfigError as error:
+        raise ValueError(error.message) from error
+
+
+Ports = Annotated[str, AfterValidator(_check_ports)]
+"""Is a range of ports, as `PortRange` writes it."""
+
+
+def _check_network(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text, strict=False))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a network; write an address and a length, as in 10.1.0.0/16") from error
+
+
+Network = Annotated[str, AfterValidator(_check_network)]
+
+
+def _check_resource(name: str) -> str:
+    if name in ("CPU", "GPU", "memory", "object_store_memory"):
+        raise ValueError(f"{name} is no custom resource; GPUs are set by gpus_per_replica, and the others are not set")
+    return name
+
+
+RayResources = dict[Annotated[str, AfterValidator(_check_resource), Field(min_length=1)], Annotated[float, Field(gt=0)]]
+"""Maps the names of custom resources of Ray to amounts."""
 
 
 def _parse_switch(value: object) -> object:

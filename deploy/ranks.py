@@ -75,7 +75,8 @@ def open_worker(
     section = config.workers
     if section.tensor_parallel == 1:
         return RankedWorker(compose.build_worker(config, model, *endpoint), None)
-    group = RankGroup(host, section.tensor_parallel, section.device, section.step_timeout_s, START_TIMEOUT_S)
+    ports = compose.port_range(config)
+    group = RankGroup(host, section.tensor_parallel, section.device, section.step_timeout_s, START_TIMEOUT_S, ports)
 
     def load() -> WorkerService:
         with shard_weights(section.tensor_parallel):

@@ -14,7 +14,7 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from fabric.contracts import ConfigError, MemberPlace
@@ -93,15 +93,26 @@ def rdma_fabric(system_root: Path, environment: Mapping[str, str]) -> str:
         return ""
     allowed = [name.strip() for name in environment.get("UCX_NET_DEVICES", "all").split(",")]
     fabrics: set[str] = set()
-    for port in sorted((system_root / "class" / "infiniband").glob("*/ports/*")):
-        device = f"{port.parent.parent.name}:{port.name}"
-        if ("all" in allowed or device in allowed) and _read(port / "state").endswith("ACTIVE"):
+    for device, port in _active_ports(system_root):
+        if "all" in allowed or device in allowed:
             if _read(port / "link_layer") == "InfiniBand":
                 subnet = _read(port / "gids" / "0")[: len(_DEFAULT_SUBNET)]
                 fabrics.add("infiniband" if subnet in ("", _DEFAULT_SUBNET) else f"infiniband-{subnet}")
             else:
                 fabrics.add("roce")
     return min(fabrics, default="")  # InfiniBand sorts before RoCE, which is often the network for management.
+
+
+def rdma_ports(system_root: Path) -> tuple[str, ...]:
+    """Returns the RDMA devices with an active port, as UCX names them: `mlx5_0:1`."""
+    return tuple(device for device, _ in _active_ports(system_root))
+
+
+def _active_ports(system_root: Path) -> Iterator[tuple[str, Path]]:
+    """Yields the name and the folder of each active port of an RDMA device."""
+    for port in sorted((system_root / "class" / "infiniband").glob("*/ports/*")):
+        if _read(port / "state").endswith("ACTIVE"):
+            yield f"{port.parent.parent.name}:{port.name}", port
 
 
 def _allows(transports: Iterable[str]) -> bool:

@@ -82,6 +82,8 @@ def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
     with run_cluster(config, temp_dir=Path(tempfile.gettempdir())) as cluster:
         lifeline.tell_ready()
         print(banner(cluster.url, cluster.model_name), flush=True)
+        if cluster.hint:
+            print(f"weft: {cluster.hint}", flush=True)
         lifeline.wait()
         _say_stopping(config)
         if lifeline.is_cut:

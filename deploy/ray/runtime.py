@@ -11,6 +11,7 @@ The module knows nothing of what is served.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
 import shutil
 import signal
@@ -27,11 +28,12 @@ from typing import Any
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.http_server import check_port
+from deploy.network import local_interfaces
 from deploy.process_setup import set_local_switches, show_logs_as_written
 from deploy.sizing import refuse_if_too_small
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import ConfigError, Unavailable
-from fabric.transport import check_installed
+from fabric.transport import check_installed, join_host_port
 
 logger = logging.getLogger(__name__)
 ANSWER_S = 5.0
@@ -52,12 +54,40 @@ class RunningCluster:
     """Makes every router refuse new requests, and waits until those in flight have ended, for this many seconds at
     most."""
     ask_ready: Callable[[], bool] | None = None
-    """Asks a router over Ray whether requests can be served, where the caller may have no certificate for HTTPS."""
+    """Asks a router over Ray whether requests can be served: the caller may have no certificate for HTTPS, or stand on
+    another machine than a router that only its own machine reaches. With None, the router is asked over HTTP."""
+    scheme: str = "http"
+    hint: str = ""
+    """Says what keeps this machine from reaching the URL, if anything does."""
 
     @property
     def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'http' if self.ask_ready is None else 'https'}://{host}:{self.port}"
+        return f"{self.scheme}://{join_host_port(self.host, self.port)}"
+
+
+def reached_host(listened: str, node: str) -> str:
+    """Returns the host at which clients reach a router that listens on `listened`, on the node with the address
+    `node`."""
+    return node if listened in ("0.0.0.0", "::") else listened
+
+
+def unreached_hint(listened: str, node: str) -> str:
+    """Returns what to change if the router listens on the loopback of another machine, or an empty text."""
+    is_private = listened == "localhost" or (_is_address(listened) and ipaddress.ip_address(listened).is_loopback)
+    if not is_private or any(node in addresses for addresses in local_interfaces().values()):
+        return ""
+    return (
+        f"the router listens on {listened} of another machine ({node}), so only that machine reaches it; "
+        "set server.host to 0.0.0.0, or to an address that its clients reach"
+    )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -67,37 +97,37 @@ def run_cluster(
     """Runs a cluster for the duration of the `with` block; at its end the cluster drains. Side effects: starts a local
     Ray unless `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that
     is removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if the cluster can't start."""
-    if config.ray.address is None:
-        check_installed()  # The machines of another Ray may have what this one lacks.
-    config, model = compose.open_model(config)
-    refuse_if_too_small(config, model)
-    if config.server.port and config.ray.address is None:
-        check_port(config.server.host, config.server.port)
-    if (tls := TlsFiles.of(config.server)) is not None and config.ray.address is None:
-        check_tls(tls)
-    if config.ray.address is None:
-        set_local_switches()  # This precedes `import ray`, which reads the switches once.
-    if config.logging.to == "terminal":
-        show_logs_as_written()
+    is_joined = config.ray.address is not None
+    config, model = _prepare(config, is_joined)
     with _ray(config, config.ray.temp_dir or temp_dir):
         import ray
         from ray import serve
 
         from deploy.ray.directory import claim_name
+        from deploy.ray.nodes import check_nodes
         from deploy.ray.serve_app import build_app
 
         name = config.ray.cluster_name
+        if is_joined:
+            check_nodes(config)
         directory = claim_name(name)
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        if config.ray.address is not None:
+        if is_joined:
             _remove_left(name)
         try:
             handle = serve.run(build_app(config, model.directory), name=name, route_prefix=None)
-            port = handle.port.remote().result(timeout_s=ready_timeout_s)
-            host = "127.0.0.1" if config.server.host in ("0.0.0.0", "::") else config.server.host
-            ask_ready = None if config.server.tls_cert_file is None else partial(_ask_ready, handle)
-            cluster = RunningCluster(host, port, model.name, partial(drain_routers, handle, directory), ask_ready)
+            node, port = handle.endpoint.remote().result(timeout_s=ready_timeout_s)
+            is_secure = config.server.tls_cert_file is not None
+            cluster = RunningCluster(
+                host=reached_host(config.server.host, node),
+                port=port,
+                model_name=model.name,
+                drain=partial(drain_routers, handle, directory),
+                ask_ready=partial(_ask_ready, handle) if is_joined or is_secure else None,
+                scheme="https" if is_secure else "http",
+                hint=unreached_hint(config.server.host, node),
+            )
             wait_ready(cluster, ready_timeout_s)
             try:
                 yield cluster
@@ -108,6 +138,24 @@ def run_cluster(
             # started ends with it.
             serve.delete(name)
             ray.kill(directory)
+
+
+def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, compose.Model]:
+    """Checks what can be checked before a Ray is started or joined, and sets the switches that Ray reads when it is
+    imported. Returns the config with the dtype that `auto` stands for, and the model."""
+    if not is_joined:
+        check_installed()  # The machines of another Ray may have what this one lacks.
+    config, model = compose.open_model(config)
+    refuse_if_too_small(config, model)
+    if not is_joined:
+        if config.server.port:
+            check_port(config.server.host, config.server.port)
+        if (tls := TlsFiles.of(config.server)) is not None:
+            check_tls(tls)
+        set_local_switches()
+    if config.logging.to == "terminal":
+        show_logs_as_written()
+    return config, model
 
 
 def remove_left(config: ClusterConfig) -> None:

@@ -23,12 +23,13 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy import compose
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, EncoderSection, RouterSection, WorkerSection
 from deploy.http_server import MetricsServer, router_server
 from deploy.logs import configure_logs
-from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory, switches_of_actors
+from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
 from deploy.ray.directory import Heartbeat, plane_keys
+from deploy.ray.nodes import actor_environment, this_node
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
 from deploy.sizing import arena_bytes, inbox_bytes
 from fabric.contracts import (
@@ -54,28 +55,33 @@ STOP_S = 15.0
 
 def build_app(config: ClusterConfig, model_dir: Path) -> Application:
     """Returns the application graph: router -> workers, encoders."""
-    workers = _deployment(WorkerReplica, "worker", config, config.workers.replicas, config.workers.gpus_per_replica)
+    workers = _deployment(WorkerReplica, "worker", config, config.workers)
     if config.workers.tensor_parallel > 1:
         workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
-    encoders = _deployment(
-        EncoderReplica, "encoder", config, config.encoders.replicas, config.encoders.gpus_per_replica
-    )
-    router = _deployment(RouterReplica, "router", config, config.router.replicas, 0)
+    encoders = _deployment(EncoderReplica, "encoder", config, config.encoders)
+    router = _deployment(RouterReplica, "router", config, config.router)
     directory = str(model_dir)
     bound_encoders = encoders.bind(config, directory) if config.encoders.replicas else None
     return router.bind(config, directory, workers.bind(config, directory), bound_encoders)
 
 
-def _deployment(replica: type, name: str, config: ClusterConfig, num_replicas: int, num_gpus: float) -> Any:
+def _deployment(
+    replica: type, name: str, config: ClusterConfig, section: RouterSection | EncoderSection | WorkerSection
+) -> Any:
     return serve.deployment(
         replica,
         name=name,
-        num_replicas=max(num_replicas, 1),
+        num_replicas=max(section.replicas, 1),
         max_ongoing_requests=UNBOUNDED,
         graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
-        ray_actor_options={"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": actor_environment(config)},
+        ray_actor_options={
+            "num_cpus": 0,
+            "num_gpus": 0 if isinstance(section, RouterSection) else section.gpus_per_replica,
+            "resources": dict(section.ray_resources),
+            "runtime_env": actor_environment(config),
+        },
         request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
     )
 
@@ -91,16 +97,18 @@ class EncoderReplica:
 
         member_id = replica_id()
         configure_logs(config.logging, f"encoder-{member_id}", member_id)
+        node = this_node(config)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
+        keys = await plane_keys(config.ray.cluster_name)
+        self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
         modalities = compose.loaded_modalities(config, model.family)
-        address, place = node_address(config), await find_member_place(config, "encoder")
-        record = compose.member("encoder", member_id, self._plane.address, address, modalities, place=place)
+        place = await find_member_place(config, "encoder")
+        record = compose.member("encoder", member_id, self._plane.address, node.address, modalities, place=place)
         await self._service.start()
-        self._http = MetricsServer(self._service.report, node_address(config))
+        self._http = MetricsServer(self._service.report, node.address)
         record = msgspec.structs.replace(record, http_address=await self._http.start())
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
@@ -135,18 +143,20 @@ class WorkerReplica:
 
         member_id = replica_id()
         configure_logs(config.logging, f"worker-{member_id}", member_id)
+        node = this_node(config)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
+        keys = await plane_keys(config.ray.cluster_name)
+        self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
-        endpoint, address = WorkerEndpoint(member_id, self._plane, self._sink), node_address(config)
-        self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, address, launch_actor)
+        endpoint = WorkerEndpoint(member_id, self._plane, self._sink)
+        self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, node.address, launch_actor)
         self._service = self._worker.service
         scheme, place = self._service.kv_scheme, await find_member_place(config, "worker")
-        record = compose.member("worker", member_id, self._plane.address, address, kv_scheme=scheme, place=place)
+        record = compose.member("worker", member_id, self._plane.address, node.address, kv_scheme=scheme, place=place)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
-        self._http = MetricsServer(self._service.report, node_address(config))
+        self._http = MetricsServer(self._service.report, node.address)
         record = msgspec.structs.replace(record, http_address=await self._http.start())
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
@@ -187,11 +197,13 @@ class RouterReplica:
         configure_logs(config.logging, f"router-{member_id}", member_id)
         allow_many_files()
         keep_freed_memory()
+        self._node = this_node(config)
         model = compose.load_model(config, Path(model_dir))
-        self._plane = ZmqPlane(await plane_keys(config.ray.cluster_name), node_address(config))
+        keys = await plane_keys(config.ray.cluster_name)
+        self._plane = ZmqPlane(keys, self._node.address, compose.port_range(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
         self._service = compose.build_router(config, model, member_id, self._plane, pools)
-        record = compose.member("router", member_id, self._plane.address, node_address(config))
+        record = compose.member("router", member_id, self._plane.address, self._node.address)
         await self._service.start()
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
         await self._heartbeat.start()
@@ -200,9 +212,10 @@ class RouterReplica:
         await self._http.start()
         freeze_what_lives()
 
-    async def port(self) -> int:
-        """Returns the port that the router listens on (the config may ask for any free one)."""
-        return self._http.port
+    async def endpoint(self) -> tuple[str, int]:
+        """Returns the address of the router's node, and the port that the router listens on (the config may ask for any
+        free one)."""
+        return self._node.address, self._http.port
 
     async def is_ready(self) -> bool:
         """Returns whether requests can be served."""
@@ -231,22 +244,10 @@ def replica_id() -> MemberId:
     return MemberId(serve.get_replica_context().replica_id.unique_id)
 
 
-def node_address(config: ClusterConfig) -> str:
-    """Returns the address at which this node's members reach each other: loopback if Weft started Ray itself, on this
-    machine alone."""
-    return "127.0.0.1" if config.ray.address is None else str(ray.util.get_node_ip_address())
-
-
 async def find_member_place(config: ClusterConfig, kind: str) -> MemberPlace:
     """Returns what is known of the place of a member in this process, with the labels of its Ray node."""
     labels = ray.get_runtime_context().get_node_labels()
     return await asyncio.to_thread(compose.member_place, config, kind, labels)
-
-
-def actor_environment(config: ClusterConfig) -> dict[str, Any]:
-    """Returns Ray's `runtime_env` of every actor of Weft. It is empty for a Ray that Weft started itself: such a Ray
-    inherits the environment, and starts actors without a `runtime_env` sooner."""
-    return {} if config.ray.address is None else {"env_vars": switches_of_actors()}
 
 
 # ------------------------------------------------------------ ranks of a worker
@@ -258,7 +259,7 @@ CPU."""
 
 def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
     """Returns one bundle of resources per rank; the first is for rank 0, the replica itself."""
-    bundle = {"CPU": _CPU_SHARE}
+    bundle = {"CPU": _CPU_SHARE} | config.workers.ray_resources
     if config.workers.gpus_per_replica:
         bundle["GPU"] = config.workers.gpus_per_replica
     return [dict(bundle) for _ in range(config.workers.tensor_parallel)]
@@ -270,6 +271,7 @@ class RankActor:
     its owner."""
 
     def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
+        this_node(config)  # gloo and NCCL use the interface of this node's address.
         run_rank(config, model_dir, invitation)
 
 

@@ -3,8 +3,8 @@
 `feature_channel` defines how a worker pulls features out of an encoder's memory; `local_channel` implements it inside
 one process and `nixl_channel` between processes, both with the sink of `pulling`. `arena` decides where slots lie in
 the memory of both sides. `message_plane` defines how members send each other small messages and implements it inside
-one process; `zmq_plane` implements it between processes. `membership` keeps leases, the directory of all members, and
-the routers to which a member listens.
+one process; `zmq_plane` implements it between processes. `ports` chooses the port of everything that listens.
+`membership` keeps leases, the directory of all members, and the routers to which a member listens.
 
 Routers, workers and encoders use the contracts, and `deploy` chooses the implementations. The folder knows nothing of
 what a feature or a message means, and it imports neither torch nor ray.
@@ -24,6 +24,7 @@ from fabric.transport.local_channel import LocalChannelHub, LocalFeatureSink, Lo
 from fabric.transport.membership import Directory, LeaseTable, Membership, RouterTable, View, ViewChange
 from fabric.transport.message_plane import Handler, LocalHub, LocalPlane, Plane
 from fabric.transport.nixl_channel import NixlFeatureSink, NixlFeatureSource, check_installed
+from fabric.transport.ports import PortRange, bind_free, join_host_port, listen
 from fabric.transport.zmq_plane import PlaneKeys, ZmqPlane
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "NixlFeatureSource",
     "Plane",
     "PlaneKeys",
+    "PortRange",
     "RouterTable",
     "Slot",
     "SourceMemory",
@@ -54,5 +56,8 @@ __all__ = [
     "View",
     "ViewChange",
     "ZmqPlane",
+    "bind_free",
     "check_installed",
+    "join_host_port",
+    "listen",
 ]

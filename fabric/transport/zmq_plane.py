@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import zmq
@@ -31,6 +32,7 @@ from zmq.utils import z85
 
 from fabric.contracts import ConfigError, PlaneMessage, ProtocolError, decode_bundle, encode_bundle, encode_message
 from fabric.transport.message_plane import MESSAGES_PER_TURN, TURN_S, Handler, deliver
+from fabric.transport.ports import PortRange, bind_free, join_host_port
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,13 +53,14 @@ class ZmqPlane:
         self,
         keys: PlaneKeys,
         bind_host: str = "127.0.0.1",
+        ports: PortRange | None = None,
         max_queued_messages: int = 10_000,
         max_message_bytes: int = 256 << 20,
     ) -> None:
-        """Binds a free port of `bind_host` (an address that peers can reach) and starts the I/O thread.
-        `max_queued_messages` limits the messages that wait for each peer. Messages that have arrived and are not
-        handled wait in ZeroMQ's own queues, and further ones in their senders. Raises ConfigError when the host cannot
-        be bound."""
+        """Binds a free port of `bind_host` (an address that peers can reach), one of `ports` if a range is given, and
+        starts the I/O thread. `max_queued_messages` limits the messages that wait for each peer. Messages that have
+        arrived and are not handled wait in ZeroMQ's own queues, and further ones in their senders. Raises ConfigError
+        when the host cannot be bound, or no port of the range is free."""
         self._max_queued_messages = max_queued_messages
         self._keys = keys
         self._context = zmq.Context()
@@ -72,11 +75,13 @@ class ZmqPlane:
         self._pull.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
         self._pull.setsockopt(zmq.BACKLOG, _BACKLOG)
         try:
-            port = self._pull.bind_to_random_port(f"tcp://{bind_host}")
+            self._address = bind_free(ports, partial(_bind, self._pull, bind_host))
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(f"the message plane can't bind to {bind_host}: {error}") from error
-        self._address = f"tcp://{bind_host}:{port}"
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
         self._reader: _SocketReader | None = None
         self._lock = threading.Lock()
         self._outgoing: dict[str, deque[bytes]] = {}
@@ -95,7 +100,7 @@ class ZmqPlane:
         self._blocked: dict[zmq.Socket[bytes], str] = {}
         """Holds the sockets that accept no more messages at the moment, with their addresses; the poller watches
         them."""
-        self._thread = threading.Thread(target=self._run, name=f"plane-{port}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"plane-{self._address.rpartition(':')[2]}", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------ any thread
@@ -224,6 +229,7 @@ class ZmqPlane:
             self._keys.secure_sender(push)
             push.setsockopt(zmq.LINGER, 0)
             push.setsockopt(zmq.IMMEDIATE, 1)  # Messages to an absent peer fill our own queue, which is counted.
+            push.setsockopt(zmq.IPV6, int("[" in address))
             push.connect(address)
         except zmq.ZMQError as error:
             if push is not None:
@@ -263,6 +269,13 @@ class ZmqPlane:
             self._context.term()
             self._is_awake = True
             os.close(self._wake_fd)
+
+
+def _bind(pull: zmq.Socket[bytes], host: str, port: int) -> str:
+    """Binds a socket and returns its address; with port 0 the system chooses the port."""
+    pull.setsockopt(zmq.IPV6, int(":" in host))
+    pull.bind(f"tcp://{join_host_port(host, port)}")
+    return pull.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
 def _first_bundle(queue: deque[bytes]) -> list[bytes]:

@@ -12,7 +12,6 @@ This module knows nothing of weights, of what a step computes, and of the connec
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from fabric.contracts import ConfigError, ErrorInfo, ProtocolError
+from fabric.transport import PortRange, listen
 
 # ---------------------------------------------------------------- the group
 
@@ -50,10 +50,10 @@ class Invitation:
     start_timeout_s: float
 
 
-def open_store(host: str, num_ranks: int, timeout_s: float) -> dist.TCPStore:
+def open_store(host: str, num_ranks: int, timeout_s: float, ports: PortRange | None = None) -> dist.TCPStore:
     """Opens rank 0's store, through which the ranks find each other. It listens on `host` alone (torch's own store
-    would listen on every address)."""
-    listener = socket.create_server((host, 0))
+    would listen on every address), on one of `ports` where a range is given."""
+    listener = listen(host, ports)
     port = listener.getsockname()[1]
     return dist.TCPStore(
         host,

@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from fabric.contracts import ProtocolError, WorkerLost
+from fabric.transport import PortRange, listen
 from llm_workers.tensor_parallel.process_group import (
     Invitation,
     Message,
@@ -62,11 +63,19 @@ class RankGroup:
     """A `RankGroup` is the group of one worker. A caller calls `open`, then runs steps, then calls `stop`. Steps come
     from one thread at a time."""
 
-    def __init__(self, host: str, num_ranks: int, device: str, step_timeout_s: float, start_timeout_s: float) -> None:
-        """Opens the ports that rank processes connect to."""
+    def __init__(
+        self,
+        host: str,
+        num_ranks: int,
+        device: str,
+        step_timeout_s: float,
+        start_timeout_s: float,
+        ports: PortRange | None = None,
+    ) -> None:
+        """Opens the ports that rank processes connect to, two of `ports` where a range is given."""
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._door = Door(host, self._token)
-        self._store = open_store(host, num_ranks, start_timeout_s)
+        self._door = Door(host, self._token, ports)
+        self._store = open_store(host, num_ranks, start_timeout_s, ports)
         self._invitation = Invitation(
             0, num_ranks, host, self._door.port, self._store.port, self._token, device, step_timeout_s, start_timeout_s
         )
@@ -202,9 +211,9 @@ TOKEN_BYTES = 32
 class Door:
     """A `Door` is the listening side, where rank processes connect: a free port of one address."""
 
-    def __init__(self, host: str, token: bytes) -> None:
+    def __init__(self, host: str, token: bytes, ports: PortRange | None = None) -> None:
         self._token = token
-        self._socket = socket.create_server((host, 0))
+        self._socket = listen(host, ports)
         self.port: int = self._socket.getsockname()[1]
 
     def accept(self, timeout_s: float) -> Link | None:

@@ -97,6 +97,7 @@ SECTION_TO_OTHER_KEYS = {
     # These are about the cluster's members and the router's own books.
     "router": {
         "replicas",
+        "ray_resources",
         "max_index_blocks",
         "max_index_items",
         "heartbeat_s",
