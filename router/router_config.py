@@ -187,6 +187,8 @@ class RouterConfig:
     max_encodes_per_item: int = 8
     """Limits the encodings of one item within one attempt: evictions and lost encoders may require more than one.
     Refusals by busy encoders are counted separately, up to the same number."""
+    leave_grace_s: float = 30.0
+    """Requests on a worker that is being stopped may take this much longer; then they move to another worker."""
     exclusion_s: float = 7.0
     """The router plans nothing onto a member for this long after the member was gone or lost. The time is longer than
     the directory takes to notice."""

@@ -11,7 +11,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest, GenerationFields, check_scores, num_prompt_scores
 from router.cost_file import CostFile
 from router.fetch import SHARED_TENANT, FetchedFile
+from router.leaving_members import LeavingMembers
 from router.member_feeds import MemberFeeds
 from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
 from router.peer_feed import PeerFeed
@@ -103,6 +104,7 @@ class RouterService:
         self._members: tuple[Member, ...] = ()
         """Holds the directory's newest list of members."""
         self._is_taking_members = False
+        self._leaving = LeavingMembers(config.leave_grace_s, self._move_from)
         metrics = RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes)
         self._context = RouterContext(
             member_id=member_id,
@@ -149,6 +151,7 @@ class RouterService:
     async def stop(self) -> None:
         """Ends every request (its client gets an error) and every task, and writes the learned costs. The message plane
         stays open; its owner closes it."""
+        self._leaving.close()
         for run in list(self._runs.values()):
             run.cancel()
         await self._context.tasks.cancel_all(STOP_TIMEOUT_S)
@@ -180,6 +183,16 @@ class RouterService:
             self._context.plane.forget(address)
         self._take_members()
 
+    def update_leaving(self, member_ids: Iterable[MemberId]) -> None:
+        """Takes the ids of all members that are being stopped, or were. Plans no longer use them, and nothing that they
+        have cached is found, although they are in the directory until they have finished."""
+        if self._leaving.update(member_ids):
+            self._take_members()
+
+    def _move_from(self, worker_id: MemberId) -> None:
+        for run in list(self._runs.values()):
+            run.worker_leaves(worker_id)
+
     def _take_members(self) -> None:
         """Takes the newest list of members. Of the members that join at once, each turn of the loop takes some, because
         a thousand would keep the requests waiting."""
@@ -189,10 +202,9 @@ class RouterService:
             self._is_taking_members = True
             asyncio.get_running_loop().call_soon(self._take_more_members)
         members = [each for each in self._members if each not in later]
-        change = self._context.cluster.update_members(members)
-        self._context.set_members(members)
+        change = self._context.cluster.update_members(self._leaving.staying(members))
         self._use_schemes(change.joined)
-        for member in change.left:
+        for member in self._context.set_members(members):
             self._context.metrics.reports.remove(member.member_id)
             self._context.plane.forget(member.address)
             self._feeds.left(member.member_id)
@@ -220,11 +232,11 @@ class RouterService:
 
     def readiness(self) -> tuple[bool, dict[str, object]]:
         """Returns whether a request could be served, and which members are there. Serving needs a worker, and an
-        encoder for each served modality. A router that drains is not ready."""
-        encoders = self._context.of_kind("encoder")
+        encoder for each served modality, that is not being stopped. A router that drains is not ready."""
+        encoders = self._leaving.staying(self._context.of_kind("encoder"))
         served = {modality for each in encoders for modality in each.modalities}
         missing = sorted(set(self._prompt_builder.max_items) - served)
-        num_workers = len(self._context.of_kind("worker"))
+        num_workers = len(self._leaving.staying(self._context.of_kind("worker")))
         is_draining = self.admission.is_closed
         is_ready = num_workers > 0 and not missing and not is_draining
         state: dict[str, object] = {

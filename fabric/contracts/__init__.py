@@ -88,6 +88,7 @@ from fabric.contracts.errors import (
     UrlRefused,
     WeftError,
     WorkerBackedUp,
+    WorkerLeaving,
     WorkerLost,
 )
 from fabric.contracts.feature_log import FeatureLog
@@ -295,6 +296,7 @@ __all__ = [
     "UrlRefused",
     "WeftError",
     "WorkerBackedUp",
+    "WorkerLeaving",
     "WorkerLost",
     "WorkerReport",
     "add_work",

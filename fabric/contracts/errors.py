@@ -274,6 +274,15 @@ class WorkerLost(Unavailable):
     code = "worker_lost"
 
 
+class WorkerLeaving(Unavailable):
+    """The worker of the request was stopped, and no other worker could continue the request in time.
+
+    Send the request again. If it happens often, raise `server.drain_s`, or keep more workers.
+    """
+
+    code = "worker_leaving"
+
+
 class EncoderLost(Unavailable):
     """Encoders were lost while they encoded a medium, until the router had no attempt left.
 

@@ -44,6 +44,7 @@ from fabric.contracts import (
     UrlRefused,
     WeftError,
     WorkerBackedUp,
+    WorkerLeaving,
     WorkerLost,
 )
 
@@ -77,6 +78,7 @@ ERROR_TO_STATUS: dict[type[WeftError], int] = {
     Draining: 503,
     TargetGone: 503,
     WorkerLost: 503,
+    WorkerLeaving: 503,
     EncoderLost: 503,
     DeadlineExceeded: 504,
     EncodeFailed: 500,

@@ -133,9 +133,13 @@ class RouterMetrics:
 
     def _add_times(self) -> None:
         """Adds the times of requests, as this router measured them."""
-        self.ttft = self._histogram("time_to_first_token_seconds", "Time from the arrival of a request to its first token.", SECONDS)
+        self.ttft = self._histogram(
+            "time_to_first_token_seconds", "Time from the arrival of a request to its first token.", SECONDS
+        )
         self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens of a choice.", SECONDS)
-        self.e2e = self._histogram("request_duration_seconds", "Time from the arrival of a request to its end.", SECONDS)
+        self.e2e = self._histogram(
+            "request_duration_seconds", "Time from the arrival of a request to its end.", SECONDS
+        )
         self.stage = self._histogram(
             "stage_seconds",
             "Time of a request by stage: making its prompt (`prompt`), from dispatch to the end of the worker's work "

@@ -21,6 +21,7 @@ from fabric.contracts import (
     MemberId,
     Unavailable,
     WeftError,
+    WorkerLeaving,
     WorkerLost,
 )
 from router.observe import RequestTrace, modality_class, worker_stages
@@ -230,6 +231,14 @@ class Attempt:
         if self.plan.worker_id == member_id and self._generate is not None:
             self._generate.cancel()
         self._dispatcher.encoder_left(member_id)
+
+    def worker_leaves(self, member_id: MemberId) -> None:
+        """Ends the attempt if it is still on this worker, whose time to finish is over. The next attempt continues
+        after the tokens that were sent."""
+        if self._is_closed or self._is_settling or self.plan is None or self.plan.worker_id != member_id:
+            return
+        self._trace.add("moved", worker=member_id, attempt=self.attempt_id.attempt)
+        self._ended.put_nowait(WorkerLeaving(f"the worker {member_id} is being stopped, so the request moves"))
 
     # ------------------------------------------------------------ abort and close
 

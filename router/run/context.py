@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -104,11 +104,15 @@ class RouterContext:
     def of_kind(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.kind == kind]
 
-    def set_members(self, members: Iterable[Member]) -> None:
-        """Replaces the membership by the workers and encoders among `members`."""
+    def set_members(self, members: Sequence[Member]) -> list[Member]:
+        """Replaces the membership by the workers and encoders among `members`, and returns those that left. A member
+        that restarted under its id has left too."""
+        old = list(self.members.values())
         self.members.clear()
         self.members.update({each.member_id: each for each in members if each.kind in ("worker", "encoder")})
+        new = self.members
         self.own_record[:] = [each for each in members if each.member_id == self.member_id]
+        return [each for each in old if each.member_id not in new or new[each.member_id].epoch != each.epoch]
 
     def machine_of(self, member_id: MemberId) -> str:
         """Returns the machine on which a member (or this router) runs, or an empty string if it is not known."""

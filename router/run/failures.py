@@ -23,6 +23,7 @@ from fabric.contracts import (
     MemberId,
     WeftError,
     WorkerBackedUp,
+    WorkerLeaving,
     WorkerLost,
 )
 from router.prompt import NOTHING_LOST, ItemKey, Losses, Prompt
@@ -180,11 +181,13 @@ class Setbacks:
         """Records an attempt that ended with an error that another attempt may survive. `is_counted` is False if the
         attempt lacked only an encoder, because the wait for an encoder is limited already. An attempt that an encoder
         refused at once because its worker is backed up is not counted either, the first time for each worker, because
-        every worker may be tried."""
+        every worker may be tried, and one whose worker is leaving never counts."""
         self._losses.append(error)
         if isinstance(error, WorkerBackedUp):
             num_refused = sum(isinstance(one, WorkerBackedUp) for one in self._losses)
             is_counted = num_refused > len(self._backed_up_workers)
+        if isinstance(error, WorkerLeaving):
+            is_counted = False
         self.num_failed_attempts += is_counted
 
     @property

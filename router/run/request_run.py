@@ -159,6 +159,10 @@ class RequestRun:
         if self._attempt is not None:
             self._attempt.member_left(member_id)
 
+    def worker_leaves(self, member_id: MemberId) -> None:
+        if self._attempt is not None:
+            self._attempt.worker_leaves(member_id)
+
     def _end_choice(self, attempt: Attempt, choice: int) -> None:
         """Asks the worker, once, to stop a choice that it still continues although the router has ended it (by a stop
         string, or in a former attempt)."""
