@@ -417,6 +417,7 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
     router_config = RouterConfig(
         model_name=model.name,
         system_fingerprint=system_fingerprint(model),
+        version=metadata.version("weft"),
         embeddings=config.model.embeddings,
         transcription_prompt=DEMO_TRANSCRIPTION if config.model.path is None else config.model.transcription_prompt,
         tool_format=config.model.tool_format,

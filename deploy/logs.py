@@ -20,6 +20,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 from deploy.config import ClusterConfig, LoggingSection
+from deploy.printable import escaped
 from fabric.contracts import member_id, request_id
 
 logger = logging.getLogger(__name__)
@@ -29,10 +30,6 @@ OWN_HANDLERS = ("torch", "transformers", "huggingface_hub")
 on."""
 NUM_KEPT_FILES = 3
 NUM_KEPT_RUNS = 20
-UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Matches what text of a client may not bring into a line: control characters (a line break would begin a line that
-nothing has logged, and ESC speaks to the terminal), line separators, changes of the direction of writing, and halves of
-a character, which a file can't hold."""
 _STANDARD_FIELDS = set(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
 
@@ -143,11 +140,6 @@ class JsonFormatter(_Formatter):
         if record.exc_info:
             line["trace"] = _trace(record)
         return json.dumps(line, default=str)
-
-
-def escaped(text: str) -> str:
-    """Returns a text with its unprintable characters written as in a literal of Python, such as `\\n` and `\\x1b`."""
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def _trace(record: logging.LogRecord) -> str:

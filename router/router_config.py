@@ -109,6 +109,8 @@ class RouterConfig:
     """This is the number of tokens per KV block. It must equal the workers' own, or the router never finds a prefix."""
     system_fingerprint: str = ""
     """Names the version of Weft and of the model in answers; it is left out if it is empty."""
+    version: str = ""
+    """Is the version of Weft, for operators; it is empty if it is not known."""
     embeddings: Literal["off", "last", "mean"] = "off"
     """Says of which of the last hidden states the embeddings of prompts are made; `off` serves none."""
     tool_format: str = "auto"

@@ -248,12 +248,13 @@ class RouterService:
         return is_ready, state
 
     def members(self) -> list[dict[str, object]]:
-        """Lists the workers and encoders that are there, for people to read: id, kind, host and process."""
-        named = sorted(self._context.members.values(), key=lambda member: (member.kind, member.member_id))
-        return [
-            {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
-            for each in named
-        ]
+        """Lists the workers and encoders that this router plans with, for people to read: id, kind, host and
+        process."""
+        return listed_members(self._context.members.values())
+
+    def routers(self) -> list[dict[str, object]]:
+        """Lists the routers of the cluster in the same way, this one included."""
+        return listed_members(each for each in self._members if each.kind == "router")
 
     def prometheus_targets(self) -> list[dict[str, object]]:
         """Lists the workers and encoders that answer `GET /metrics` themselves, as Prometheus' HTTP service discovery
@@ -507,6 +508,14 @@ class RouterService:
             self._feeds.want_snapshot(lagging)
         if isinstance(message, WorkerReport):
             self._gate.blocks_freed()
+
+
+def listed_members(members: Iterable[Member]) -> list[dict[str, object]]:
+    named = sorted(members, key=lambda member: (member.kind, member.member_id))
+    return [
+        {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
+        for each in named
+    ]
 
 
 def wanted_policy(request: PromptRequest) -> Policy | None:

@@ -79,6 +79,7 @@ def build_parser() -> WeftParser:
     _add_serve(commands)
     _add_checks(commands)
     _add_measurements(commands)
+    _add_status(commands)
     demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
     _add_cluster_options(demo)
     demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
@@ -152,6 +153,30 @@ def _add_measurements(commands: Commands[WeftParser]) -> None:
     simulation.set_defaults(run=simulate)
 
 
+def _add_status(commands: Commands[WeftParser]) -> None:
+    status = commands.add_parser(
+        "status", help="says whether a cluster is ready (exit status 0) or not (1), and what its members do"
+    )
+    _add_cluster_options(status)
+    status.add_argument("--json", action="store_true", help="prints everything as JSON")
+    status.add_argument(
+        "--wait",
+        type=_seconds,
+        default=0.0,
+        metavar="SECONDS",
+        help="waits until the cluster is ready, for this many seconds at most",
+    )
+    status.set_defaults(run=_status)
+
+
+def _seconds(text: str) -> float:
+    """Reads a time of zero or more seconds."""
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not a time in seconds")
+    return value
+
+
 def _add_cluster_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every command that asks a running cluster."""
     group = parser.add_argument_group("cluster")
@@ -206,6 +231,12 @@ def _demo(arguments: argparse.Namespace) -> int:
 
     options = ClusterOptions.of(arguments)
     return run_demo(options.url, arguments.seed, options.api_key, options.tls())
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from deploy.commands.cluster_status import status
+
+    return status(arguments)
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -242,7 +242,7 @@ def _cluster() -> dict[str, Schema]:
         "ModelList": closed({"object": const("list"), "data": array(ref("Model"))}),
         "Liveness": closed({"status": one_of_values("ok", "dead")}, {"message": TEXT}),
         "Readiness": closed(ready),
-        "Members": closed({"members": array(closed(member))}),
+        "Members": closed({"version": TEXT, "members": array(closed(member)), "routers": array(closed(member))}),
         "PrometheusTargets": array(target),
         "RequestList": closed({"requests": array(summary), "routers_without_answer": array(TEXT)}),
         "RequestRecord": {"type": "object", "required": ["request_id"], "properties": {"request_id": TEXT}},

@@ -296,7 +296,9 @@ def _cluster() -> list[Operation]:
     record = _operator("/weft/requests/{request_id}", "getRequest", tag, "Explain a request", found, "RequestRecord")
     return [
         _operator("/metrics", "metrics", tag, "Read the metrics", exposition, "")._replace(answers={TEXT_TYPE: ""}),
-        _operator("/weft/members", "listMembers", tag, "List the members", "Lists workers and encoders.", "Members"),
+        _operator(
+            "/weft/members", "listMembers", tag, "List the members", "Lists workers, encoders and routers.", "Members"
+        ),
         _operator("/weft/prometheus-targets", "listTargets", tag, "List scrape targets", targets, "PrometheusTargets"),
         records._replace(
             parameters=filters,

@@ -432,8 +432,10 @@ class HttpEdge:
         return answer_json(request, self._service.prometheus_targets())
 
     async def members(self, request: Request) -> Response:
-        """Lists the workers and encoders that this router plans with."""
-        return answer_json(request, {"members": self._service.members()})
+        """Lists the workers and encoders that this router plans with, all routers, and the version of this one."""
+        service = self._service
+        known = {"version": service.config.version, "members": service.members(), "routers": service.routers()}
+        return answer_json(request, known)
 
     async def requests(self, request: Request) -> Response:
         """Lists the latest requests of all routers, the newest first, as JSON or as a page."""

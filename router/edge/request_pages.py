@@ -3,16 +3,16 @@
 
 The pages are whole HTML documents that load nothing and run no script. Every value of a record is escaped where it is
 written (`text`), because a record repeats words of clients. A table shows the fields that its rows have, so a term that
-the planner gains needs no change here; `NAME_TO_WORDS` gives known fields and stages their names for people. The module
-knows nothing of where records come from.
+the planner gains needs no change here. The module knows nothing of where records come from.
 """
 
 from __future__ import annotations
 
 import html
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from router.observe import milliseconds, moment, place_of, words
 
 Record = Mapping[str, Any]
 
@@ -25,70 +25,6 @@ PAGE_HEADERS = {
     "vary": "accept",
 }
 
-NAME_TO_WORDS = {
-    # These are the parts of the time to first token, and the spans of the timeline.
-    "fetched": "Fetch the media",
-    "read": "Read the media",
-    "prompted": "Make the prompt",
-    "waited": "Wait for a member",
-    "earlier_attempts": "Earlier attempts",
-    "router": "Other work of the router",
-    "planned": "Plan",
-    "plan": "Plan",
-    "way": "On the way",
-    "worker": "Worker (did not report)",
-    "queue": "Queue at the worker",
-    "prefill": "Prefill",
-    "held": "Held at the doorstep",
-    "between_steps": "Between steps",
-    "decode_queue": "Queue for a decoder",
-    "decoded": "Decode and preprocess",
-    "prepared": "Prepare on the device",
-    "encode_queue": "Queue for the device",
-    "unit_encoded": "Encode",
-    "transfer": "Transfer",
-    "first_token": "First token",
-    "generate": "Generate",
-    "decode_wait": "Queue for a decoder",
-    "decode": "Decode and preprocess",
-    "device_prepare": "Prepare on the device",
-    "ready": "Ready to encode",
-    "encode": "Encode",
-    "landing": "Landed, since dispatch",
-    "ttft": "First token, since dispatch",
-    # These are fields of plans and of lists.
-    "request_id": "Request",
-    "router_id": "Router",
-    "worker_id": "Worker",
-    "encoder_id": "Encoder",
-    "member_id": "Member",
-    "received_at": "Arrived",
-    "num_attempts": "Attempts",
-    "num_prompt_tokens": "Prompt tokens",
-    "num_completion_tokens": "Generated tokens",
-    "num_prefill_tokens": "Tokens to prefill",
-    "covered_tokens": "Covered tokens",
-    "num_bytes": "Bytes",
-    "num_tokens": "Tokens",
-    "item_index": "Item",
-    "is_cached": "Cached",
-    "mm_hash": "Hash",
-    "ttft_s": "First token (predicted)",
-    "first_token_s": "First token",
-    "total_s": "Total",
-    "wait_s": "Wait",
-    "delivery_s": "On the way",
-    "released_s": "Prefix released",
-    "landing_s": "Landed",
-    "num_workers": "Workers",
-    "num_near_equal": "Near-equal",
-    "predicted_s": "Predicted",
-    "actual_s": "Actual",
-    "offset_s": "Offset",
-    "uncertainty_s": "Uncertainty",
-}
-"""Maps names of fields, stages and spans to words. A name that is not here is shown with spaces in place of
-underscores."""
 SPAN_TO_COLOUR = {
     "fetched": "#b5838d",
     "read": "#8d99ae",
@@ -179,7 +115,7 @@ def _facts(record: Record) -> str:
         "Outcome": record.get("outcome"),
         "Router": record.get("router_id"),
         "Label": record.get("label"),
-        "Arrived": _moment(record.get("received_at")),
+        "Arrived": moment(record.get("received_at")),
         "First token": _ms_or_none(first.get("at_s")),
         "Predicted / actual": _ratio(first.get("predicted_s"), first.get("actual_s")),
         "Bound / actual": None if efficiency is None else f"{efficiency:.2f}",
@@ -236,22 +172,13 @@ def _timeline(record: Record) -> str:
         tip = f"{span['member_id']}: {milliseconds(span['begin_s'])} to {milliseconds(span['end_s'])}{unsure}"
         mark = f'<u style="left:{(first["at_s"] - start_s) * scale:.3f}%"></u>' if first.get("at_s") is not None else ""
         rows.append(
-            f'<div title="{text(tip)}">{text(words(span["name"]))} <span class="dim">{text(_where(span))}</span></div>'
+            f'<div title="{text(tip)}">{text(words(span["name"]))} '
+            f'<span class="dim">{text(place_of(span))}</span></div>'
             f'<div class="t" title="{text(tip)}"><i{" class=now" if is_point else ""} style="{style}{colour}"></i>'
             f'{mark}</div><div class="n">{at if is_point else milliseconds(seconds)}</div>'
         )
     more = f"<p class=dim>{len(spans) - len(shown)} more spans are in the JSON.</p>" if len(spans) > len(shown) else ""
     return f'<h2>Timeline</h2><div class="tl">{"".join(rows)}</div>{more}'
-
-
-def _where(span: Record) -> str:
-    """Returns what a span belongs to: the item and unit, the tokens, the member."""
-    detail = span["detail"]
-    pieces = [f"item {detail['item']}"] if detail.get("item") is not None else []
-    pieces += [f"unit {detail['unit']}"] if detail.get("unit") is not None else []
-    pieces += [f"tokens {detail['start']} to {detail['end']}"] if "start" in detail and "end" in detail else []
-    pieces += [f"attempt {span['attempt']}"] if span.get("attempt") else []
-    return ", ".join([*pieces, str(span["member_id"])])
 
 
 def _stages(record: Record) -> str:
@@ -334,7 +261,7 @@ def requests_page(summaries: Sequence[Record], wanted: Record, silent: Sequence[
     rows = []
     for each in summaries:
         link = f'<a href="/weft/requests/{text(each["request_id"])}?format=html">{text(each["request_id"])}</a>'
-        rows.append({**each, "request_id": Markup(link), "received_at": _moment(each.get("received_at"))})
+        rows.append({**each, "request_id": Markup(link), "received_at": moment(each.get("received_at"))})
     warning = f"<p>These routers have not answered: {text(', '.join(silent))}.</p>" if silent else ""
     listed = table(rows) if rows else "<p>There is no such request.</p>"
     return _document("Latest requests", [f"<h1>Latest requests</h1>{form}{warning}{listed}"])
@@ -352,22 +279,6 @@ class Markup(str):
 def text(value: object) -> str:
     """Returns a value of a record as escaped text, fit for the content of an element and for a quoted attribute."""
     return html.escape(str(value), quote=True)
-
-
-def words(name: str) -> str:
-    known = NAME_TO_WORDS.get(name) or NAME_TO_WORDS.get(name.removesuffix("_s"))
-    return known or name.removesuffix("_s").replace("_", " ").capitalize()
-
-
-def milliseconds(seconds: float | None) -> str:
-    """Returns a time with three digits, in milliseconds or, from ten seconds on, in seconds."""
-    if seconds is None:
-        return ""
-    if abs(seconds) >= 10:
-        return f"{seconds:.1f} s"
-    value = seconds * 1000
-    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f} ms"
 
 
 def table(rows: Iterable[Record], is_first_best: bool = False) -> str:
@@ -415,12 +326,6 @@ def _ratio(predicted: float | None, actual: float | None) -> str | None:
 
 def _ms_or_none(seconds: float | None) -> str | None:
     return None if seconds is None else milliseconds(seconds)
-
-
-def _moment(wall_s: float | None) -> str | None:
-    if not wall_s:
-        return None
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(wall_s)) + f".{int(wall_s * 1000) % 1000:03d} UTC"
 
 
 def _document(title: str, parts: Iterable[str]) -> str:

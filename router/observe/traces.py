@@ -32,13 +32,27 @@ from fabric.contracts import (
     TraceQuestion,
     TraceReply,
 )
-from router.observe.explained_request import MemberAnswer, explain, modality_class
+from router.observe.explained_request import MemberAnswer, explain, first_token_of, modality_class
 from router.planning import RoutePlan
 
 _LOG = logging.getLogger(__name__)
 Records = list[dict[str, Any]]
 RUNNING = "running"
 """This is the outcome of a request that has not ended."""
+EVENT_TO_STAGE = {
+    "received": "reading",
+    "read": "prompting",
+    "prompted": "planning",
+    "waiting": "waiting",
+    "waited": "planning",
+    "planned": "dispatched",
+    "first_token": "generating",
+    "generate_failed": "planning",
+    "finished": "ended",
+    "aborted": "ended",
+}
+"""Maps an event of the router to what a request does after it; other events change nothing of that. A request that is
+dispatched has its media encoded and its prompt computed, until its first token."""
 
 
 class RequestTrace:
@@ -106,6 +120,17 @@ class RequestTrace:
         assert isinstance(media, Sequence)
         return modality_class(item["modality"] for item in media)
 
+    @property
+    def stage(self) -> str:
+        """Returns what the request does now, by the router's latest event: a value of `EVENT_TO_STAGE`."""
+        own = (event.name for event in reversed(self._events) if event.member_id == self._member_id)
+        return next((EVENT_TO_STAGE[name] for name in own if name in EVENT_TO_STAGE), "reading")
+
+    def _first_token_s(self) -> float | None:
+        """Returns the time from the beginning of the record to the first token, or None while there is none."""
+        first = first_token_of(self._events)
+        return None if first is None else first.at_s - self._events[0].at_s
+
     def summary(self) -> dict[str, object]:
         """Returns the few facts by which a list of requests shows this one."""
         facts = self._facts
@@ -117,7 +142,8 @@ class RequestTrace:
             "received_at": self.wall_s,
             "modality": self.modality,
             "outcome": facts.get("outcome", RUNNING),
-            "first_token_s": timing.get("first_token_s"),
+            "stage": self.stage,
+            "first_token_s": timing.get("first_token_s") if timing else self._first_token_s(),
             "total_s": timing.get("total_s"),
             "num_prompt_tokens": facts.get("num_prompt_tokens"),
             "num_completion_tokens": usage.get("completion_tokens"),

@@ -251,6 +251,7 @@ async def test_the_latest_requests_are_listed_and_filtered() -> None:
         newest = listed["requests"][0]
         assert newest["request_id"] == cluster.workers[0].requests[-1].request_id
         assert 0 < newest["first_token_s"] <= newest["total_s"]
+        assert {each["stage"] for each in listed["requests"]} == {"ended"}
         for query, expected_outcomes in (
             ({"limit": 2}, outcomes[:2]),
             ({"outcome": "ok"}, [outcomes[0], outcomes[2], outcomes[3]]),
