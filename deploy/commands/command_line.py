@@ -80,6 +80,7 @@ def build_parser() -> WeftParser:
     _add_checks(commands)
     _add_measurements(commands)
     _add_status(commands)
+    _add_trace(commands)
     demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
     _add_cluster_options(demo)
     demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
@@ -169,6 +170,23 @@ def _add_status(commands: Commands[WeftParser]) -> None:
     status.set_defaults(run=_status)
 
 
+def _add_trace(commands: Commands[WeftParser]) -> None:
+    trace = commands.add_parser(
+        "trace", help="shows where the time of one request went: its parts, its timeline, and the router's choice"
+    )
+    which = trace.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "request", nargs="?", metavar="ID", help="is the id of the request, from x-weft-request-id or from its answer"
+    )
+    which.add_argument("--last", action="store_true", help="shows the latest request")
+    which.add_argument("--slowest", action="store_true", help="shows the one whose first token took longest")
+    trace.add_argument("--modality", help="lets --last and --slowest choose among requests of this class")
+    trace.add_argument("--outcome", help="lets them choose among requests that ended so, for example overloaded")
+    trace.add_argument("--json", action="store_true", help="prints the whole record as JSON")
+    _add_cluster_options(trace)
+    trace.set_defaults(run=_trace)
+
+
 def _seconds(text: str) -> float:
     """Reads a time of zero or more seconds."""
     value = float(text)
@@ -237,6 +255,12 @@ def _status(arguments: argparse.Namespace) -> int:
     from deploy.commands.cluster_status import status
 
     return status(arguments)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from deploy.commands.request_waterfall import trace
+
+    return trace(arguments)
 
 
 def _version(_: argparse.Namespace) -> int:
