@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve tables explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -65,6 +65,10 @@ api-fuzz: install
 # The documentation site, in build/site. A link to nothing, or a page that loads anything from another host, is an error.
 docs: install
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The table of metrics in docs/metrics.md, from the code.
+tables: install
+	$(BIN)/python docs/hooks/write_tables.py
 
 # The same site with its search, built again whenever a page changes.
 docs-serve: install

@@ -36,7 +36,7 @@ from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text import CompileLimits, TextCodec
 from router.fetch import FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
-from router.planning import LinkOverride, MemberSelector, PlannerSettings
+from router.planning import LinkOverride, LinkRules, MemberSelector, PlannerSettings
 from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, GrammarLimits, RateQuota, RouterConfig, Tenant
 from router.run import Pools
 
@@ -266,7 +266,9 @@ def build_worker(
     settings, clock = worker_config(config), SystemClock()
     grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling, settings.grammar_bytes)
     make_engine = partial(OwnEngine, settings, model.family, language_model, clock)
-    return WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)
+    service = WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)
+    service.classify_links(link_class_of(config))
+    return service
 
 
 def media_limits(config: ClusterConfig) -> MediaLimits:
@@ -356,6 +358,12 @@ def link_overrides(config: ClusterConfig) -> tuple[LinkOverride, ...]:
     )
 
 
+def link_class_of(config: ClusterConfig) -> Callable[[Member, Member], str]:
+    """Returns a function that names the class of the link over which the second member reads from the first."""
+    rules = LinkRules(link_overrides(config))
+    return lambda source, target: rules.link_class(rules.place(source), rules.place(target)).value
+
+
 def _selector(end: LinkEndSection) -> MemberSelector:
     return MemberSelector(end.member, end.host, end.kind or "*", tuple(sorted(end.labels.items())))
 
@@ -422,6 +430,13 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         transcription_prompt=DEMO_TRANSCRIPTION if config.model.path is None else config.model.transcription_prompt,
         tool_format=config.model.tool_format,
         reads_reasoning=config.model.reads_reasoning,
+        cluster_name=config.ray.cluster_name,
+        metrics_port=config.network.metrics_port,
+        kind_to_expected={
+            "router": config.router.replicas,
+            "encoder": config.encoders.replicas,
+            "worker": config.workers.replicas,
+        },
         shows_members=config.ray.address is None,
         block_size=config.workers.block_size,
         feature_itemsize=DTYPE_TO_BYTES[config.model.dtype],

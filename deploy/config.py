@@ -354,12 +354,15 @@ class NetworkSection(Section):
     advertised address and every RDMA device with an active port."""
     ucx_tls: str | None = Field(None, min_length=1)
     """Sets `UCX_TLS`, the transports that UCX may use for features (`tcp`, or `rc,tcp`); None means all."""
+    metrics_port: int = Field(default_of(RouterConfig, "metrics_port"), ge=0, le=65535)
+    """Sets the port on which one member of each machine (of each pod, on Kubernetes) answers `GET /metrics` for all
+    members there; with 0 only each member itself does, and `GET /weft/prometheus-targets` lists the members."""
 
 
 class RaySection(Section):
     address: str | None = None
     """Names an existing Ray cluster; None starts one on this machine for as long as `weft serve` runs."""
-    cluster_name: str = Field("weft", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    cluster_name: str = Field(default_of(RouterConfig, "cluster_name"), pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Names this cluster on its Ray, where the Serve application and the directory carry this name. Each cluster needs
     its own name."""
     temp_dir: Path | None = None

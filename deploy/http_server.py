@@ -6,7 +6,7 @@ this server can apply its limit, and has no back-pressure for slow readers. SO_R
 one host share the port.
 
 The parser runs in the event loop, so `http_protocol` limits what a client's bytes may cost it, and how slow a client
-may be. `MetricsServer` is what encoders and workers serve. The module knows nothing of a router's app.
+may be. `node_metrics` serves the metrics of members with the same server. The module knows nothing of a router's app.
 """
 
 from __future__ import annotations
@@ -20,16 +20,14 @@ from functools import partial
 from typing import cast
 
 import uvicorn
-from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from deploy.compose import http_limits
 from deploy.config import ClusterConfig
 from deploy.http_limits import HttpLimits
 from deploy.http_protocol import ConnectionGuard, GuardedProtocol
 from deploy.tls import TlsFiles, TlsRenewal
-from fabric.contracts import ConfigError, EncoderReport, WorkerReport
-from router.observe import report_exposition
+from fabric.contracts import ConfigError
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DEFAULT_LIMITS = HttpLimits()
@@ -86,12 +84,19 @@ class HttpServer:
     """Serves an ASGI app until `stop` is called."""
 
     def __init__(
-        self, app: ASGIApp, host: str, port: int, limits: HttpLimits = DEFAULT_LIMITS, tls: TlsFiles | None = None
+        self,
+        app: ASGIApp,
+        host: str,
+        port: int,
+        limits: HttpLimits = DEFAULT_LIMITS,
+        tls: TlsFiles | None = None,
+        sock: socket.socket | None = None,
     ) -> None:
-        """Binds the port. Raises ConfigError if it is taken, or if the files of `tls` can't be used."""
+        """Binds the port, or takes the socket `sock`, which is bound already. Raises ConfigError if the port is taken,
+        or if the files of `tls` can't be used."""
         self._renewal = None if tls is None else TlsRenewal(tls)
         self._renewing: asyncio.Task[None] | None = None
-        self._socket = bind(host, port)
+        self._socket = bind(host, port) if sock is None else sock
         self._guard = ConnectionGuard(limits)
         config = uvicorn.Config(
             app,
@@ -154,29 +159,3 @@ def router_server(app: ASGIApp, config: ClusterConfig) -> HttpServer:
     """Returns the server of a router's app, as the config describes it. Raises ConfigError as `HttpServer` does."""
     server = config.server
     return HttpServer(app, server.host, server.port, http_limits(config), TlsFiles.of(server))
-
-
-class MetricsServer:
-    """Answers `GET /metrics` of a worker or an encoder, on a free port of its own, in the member's event loop."""
-
-    def __init__(self, report: Callable[[], WorkerReport | EncoderReport], host: str) -> None:
-        """Takes `report`, which returns the member's present numbers, and `host`, at which it listens."""
-        self._report, self._host = report, host
-        self._http = HttpServer(self, host, 0)
-
-    async def start(self) -> str:
-        """Starts to listen. Returns host and port."""
-        await self._http.start()
-        return f"{self._host}:{self._http.port}"
-
-    async def stop(self) -> None:
-        await self._http.stop()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] != "/metrics":
-            response = Response("this member answers only GET /metrics\n", 404)
-        elif scope["method"] != "GET":
-            response = Response("this member answers only GET /metrics\n", 405)
-        else:
-            response = Response(report_exposition(self._report()), media_type=METRICS_TYPE)
-        await response(scope, receive, send)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from copy import copy
 
+import msgspec
+
 from encoder_pool.calibration import calibrate, load_spectrograms, probe_inputs, try_spectrograms
 from encoder_pool.decoder import DecodePool
 from encoder_pool.encode_call import Announcer
@@ -44,6 +46,7 @@ from fabric.contracts import (
     UnitRelease,
     WorkerLost,
 )
+from fabric.process_meter import ProcessMeter
 from fabric.transport import FeatureSource, Plane, RouterTable
 from modalities.family import EncoderModel, Family
 
@@ -94,6 +97,7 @@ class EncoderService:
         self._pipeline = Pipeline(
             member_id, config, self._table, announcer, self._decoder, self._forward, clock, self._changed
         )
+        self._process = ProcessMeter(clock)
         self._members: dict[MemberId, Member] = {}
         self._housekeeping: asyncio.Task[None] | None = None
         self._flush: asyncio.TimerHandle | None = None
@@ -165,7 +169,7 @@ class EncoderService:
             self._pipeline.pump()
 
     def report(self) -> EncoderReport:
-        return encoder_report(
+        report = encoder_report(
             self._member_id,
             self._epoch,
             self._reporter.next_seq(),
@@ -173,6 +177,7 @@ class EncoderService:
             self._table,
             self._config.max_items_in_flight,
         )
+        return msgspec.structs.replace(report, process=self._process.read())
 
     def on_lost(self, call: Callable[[], None]) -> None:
         """Registers `call`, which is called once, in the event loop, when the device was found to fail; the encoder's

@@ -51,6 +51,8 @@ class WorkerReporter:
         self.is_lost = False
         """Says whether the worker is lost and accepts no more requests."""
         self._residence_s = self._held_s = 0.0
+        self._doorstep_wait_s = 0.0
+        """Sums the waits of all sequences that have ended."""
         self._lacking: set[AttemptId] = set()
         """Holds the open attempts that lacked features when they were admitted."""
         self._work_s = 0.0
@@ -72,6 +74,7 @@ class WorkerReporter:
         self._lacking.update(each.attempt for each in update.admitted if each.admission.missing_units)
         for finished in update.events.finished if update.events is not None else ():
             in_steps_s = finished.times.total_s - finished.times.queue_s
+            self._doorstep_wait_s += finished.times.held_s
             self._residence_s += (in_steps_s - self._residence_s) * (_NEW_SHARE if self._residence_s else 1.0)
             if finished.sequence_id.attempt_id in self._lacking:
                 self._lacking.discard(finished.sequence_id.attempt_id)
@@ -116,4 +119,5 @@ class WorkerReporter:
             at_s=now_s,
             engine_age_s=max(now_s - self._engine_at_s, 0.0) if self._engine_at_s else 0.0,
             work_s=self._work_s,
+            doorstep_wait_s=self._doorstep_wait_s,
         )

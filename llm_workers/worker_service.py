@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fabric.contracts import (
     WEFT_KV,
     AbortAttempt,
@@ -36,9 +38,10 @@ from fabric.contracts import (
     WorkerLost,
     WorkerReport,
 )
+from fabric.process_meter import ProcessMeter
 from fabric.transport import FeatureSink, Plane, RouterTable
 from llm_workers.engine_interface import EngineFactory, Update
-from llm_workers.features import FeatureEndpoint, Listener, Peers, Receiver
+from llm_workers.features import FeatureEndpoint, LinkClassOf, Listener, Peers, Receiver
 from llm_workers.open_calls import OpenAttempt, OpenCalls
 from llm_workers.scheduling import Guide
 from llm_workers.worker_config import WorkerConfig
@@ -80,6 +83,7 @@ class WorkerService:
         stats, receiver = self._engine.stats(), self._receiver
         self._reporter = WorkerReporter(member_id, config, stats, receiver.stats, receiver.pull_log.windows)
         self._peers = Peers(plane, sink, self._receiver)
+        self._process = ProcessMeter(clock)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ticker: asyncio.Task[None] | None = None
         self._is_report_due = False
@@ -249,7 +253,12 @@ class WorkerService:
 
     def report(self) -> WorkerReport:
         """Returns a report of the state after the engine's last turn, or at the beginning of its running step."""
-        return self._reporter.report(self._clock.now())
+        links, process = self._receiver.link_meter.stats(), self._process.read()
+        return msgspec.structs.replace(self._reporter.report(self._clock.now()), links=links, process=process)
+
+    def classify_links(self, class_of: LinkClassOf) -> None:
+        """Takes the rule by which pulls are counted for each class of links (`weft_worker_transfers_total`)."""
+        self._receiver.link_meter.classify(class_of)
 
     def update_members(self, members: Sequence[Member]) -> None:
         """Takes the list of current members. A peer that is no longer in it counts as confirmed dead, and the worker

@@ -209,6 +209,12 @@ class RouterConfig:
     planner: PlannerSettings = field(default_factory=PlannerSettings)
     costs_file: Path | None = None
     """The router keeps the costs that it has learned in this file; with None it forgets them when it stops."""
+    cluster_name: str = "weft"
+    """Tells the series of several clusters apart where one Prometheus finds them."""
+    metrics_port: int = 0
+    """Names the port of the scrape endpoint of each node; with 0, nodes have none."""
+    kind_to_expected: Mapping[str, int] = field(default_factory=dict)
+    """Maps each kind of members to the number that the config asks for."""
     shows_members: bool = True
     """Says whether the router's metrics contain the series of workers and encoders. In a large cluster each member
     shows its own."""

@@ -36,6 +36,7 @@ from fabric.contracts import (
     WeftError,
     WorkerReport,
 )
+from fabric.process_meter import ProcessMeter
 from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
@@ -44,7 +45,16 @@ from router.cost_file import CostFile
 from router.fetch import SHARED_TENANT, FetchedFile
 from router.leaving_members import LeavingMembers
 from router.member_feeds import MemberFeeds
-from router.observe import ClusterMetrics, PlannerSeries, RequestTrace, RouterMetrics, TraceRing, TraceSearch
+from router.observe import (
+    ClusterMetrics,
+    MemberReports,
+    MembershipSeries,
+    PlannerSeries,
+    RequestTrace,
+    RouterMetrics,
+    TraceRing,
+    TraceSearch,
+)
 from router.peer_feed import PeerFeed
 from router.planning import ClusterState, SavedCosts
 from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest, check_not_empty, media_seconds
@@ -121,7 +131,12 @@ class RouterService:
         self._feeds = MemberFeeds(self._context)
         self._peer_feed = PeerFeed(member_id, plane, self._context.cluster, clock)
         self.search = TraceSearch(member_id, plane.address, self.traces, plane.send)
-        metrics.registry.register(PlannerSeries(self._context.cluster))
+        self.reports = MemberReports()
+        self.reports.own_process = member_id, ProcessMeter(clock).read
+        self._membership = MembershipSeries(config.kind_to_expected)
+        for series in (self.reports, self._membership, PlannerSeries(self._context.cluster)):
+            metrics.registry.register(series)
+        metrics.tell_build(config.model_name)
         self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
         metrics.watch_waiting(lambda: self._gate.num_waiting)
         metrics.watch_prompts(lambda: self.admission.prompt_tokens)
@@ -177,6 +192,7 @@ class RouterService:
         keys and tenants are divided among the routers that are there."""
         self._members = tuple(members)
         self._cluster_metrics.update_members(members)
+        self._membership.update_members(members)
         self._peer_feed.update_members(members)
         self.admission.share(sum(each.kind == "router" for each in members))
         for address in self.search.update_members(members):
@@ -205,7 +221,7 @@ class RouterService:
         change = self._context.cluster.update_members(self._leaving.staying(members))
         self._use_schemes(change.joined)
         for member in self._context.set_members(members):
-            self._context.metrics.reports.remove(member.member_id)
+            self.reports.remove(member.member_id)
             self._context.plane.forget(member.address)
             self._feeds.left(member.member_id)
             for run in list(self._runs.values()):
@@ -257,13 +273,23 @@ class RouterService:
         return listed_members(each for each in self._members if each.kind == "router")
 
     def prometheus_targets(self) -> list[dict[str, object]]:
-        """Lists the workers and encoders that answer `GET /metrics` themselves, as Prometheus' HTTP service discovery
-        expects them."""
+        """Lists what answers `GET /metrics` besides the routers' own server, as Prometheus' HTTP service discovery
+        expects it: the scrape endpoint of each node if the config gives them a port, and otherwise each worker and
+        encoder."""
         shown = sorted((each for each in self._members if each.http_address), key=lambda each: each.member_id)
+        if self.config.metrics_port:
+            hosts = sorted({each.http_address.rpartition(":")[0] for each in shown})
+            labels = {"cluster": self.config.cluster_name}
+            return [{"targets": [f"{host}:{self.config.metrics_port}"], "labels": labels} for host in hosts]
         return [
             {"targets": [each.http_address], "labels": {"weft_kind": each.kind, "weft_member": each.member_id}}
             for each in shown
+            if each.kind != "router"
         ]
+
+    def own_exposition(self) -> bytes:
+        """Returns this router's own series in Prometheus text format."""
+        return self._cluster_metrics.own_exposition()
 
     async def metrics_exposition(self) -> bytes:
         """Returns the series of all routers, and those of the members if the config says so, in Prometheus text
@@ -326,7 +352,7 @@ class RouterService:
         metrics = self._context.metrics
         metrics.requests.labels(error.code).inc()
         name, service_class = ("unknown", "unknown") if tenant is None else (tenant.name, tenant.service_class)
-        metrics.admissions.labels(name, service_class, error.code).inc()
+        metrics.observe_admission(name, service_class, error.code)
 
     async def parse(self, read: Callable[[bytes], T], body: bytes) -> T:
         """Returns what `read` makes of a request's body. Raises the InvalidRequest that `read` raises."""
@@ -460,7 +486,7 @@ class RouterService:
         trace.note(outcome=known.code, message=known.message)
         metrics = self._context.metrics
         metrics.requests.labels(known.code).inc()
-        metrics.admissions.labels(terms.tenant.name, terms.service_class, known.code).inc()
+        metrics.observe_admission(terms.tenant.name, terms.service_class, known.code)
 
     # ------------------------------------------------------------ messages
 
@@ -496,7 +522,7 @@ class RouterService:
             return
         if isinstance(message, (WorkerReport, EncoderReport)):
             if self.config.shows_members:
-                context.metrics.reports.put(message)
+                self.reports.put(message)
             self._feeds.took_report(message)
             if isinstance(message, WorkerReport) and message.is_lost:
                 context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.

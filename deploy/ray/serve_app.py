@@ -11,6 +11,7 @@ The module knows nothing of what a service, or a rank, computes.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy import compose
 from deploy.config import ClusterConfig, EncoderSection, RouterSection, WorkerSection
-from deploy.http_server import MetricsServer, router_server
+from deploy.http_server import router_server
 from deploy.logs import configure_logs
+from deploy.node_metrics import Exposition, MemberMetrics, NodePort
 from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
 from deploy.ray.directory import Heartbeat, plane_keys
@@ -37,10 +39,12 @@ from fabric.contracts import (
     EncodeResult,
     GenerateRequest,
     GenerateResult,
+    Member,
     MemberId,
     MemberPlace,
     enter_request,
 )
+from router.observe import report_exposition
 
 if TYPE_CHECKING:
     from llm_workers.tensor_parallel import Invitation, RankProcess
@@ -108,12 +112,18 @@ class EncoderReplica:
         place = await find_member_place(config, "encoder")
         record = compose.member("encoder", member_id, self._plane.address, node.address, modalities, place=place)
         await self._service.start()
-        self._http = MetricsServer(self._service.report, node.address)
-        record = msgspec.structs.replace(record, http_address=await self._http.start())
-        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
+        self._metrics = member_metrics(
+            config, member_id, node.address, lambda: report_exposition(self._service.report())
+        )
+        record = msgspec.structs.replace(record, http_address=await self._metrics.start())
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
         freeze_what_lives()
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        self._service.update_members(members)
+        self._metrics.update_members(members)
 
     def _leave(self) -> None:
         """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
@@ -129,7 +139,7 @@ class EncoderReplica:
     async def __del__(self) -> None:
         await self._heartbeat.stop()
         await self._service.stop()
-        await self._http.stop()
+        await self._metrics.stop()
         self._plane.close()
         self._source.close()
 
@@ -156,12 +166,18 @@ class WorkerReplica:
         record = compose.member("worker", member_id, self._plane.address, node.address, kv_scheme=scheme, place=place)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
-        self._http = MetricsServer(self._service.report, node.address)
-        record = msgspec.structs.replace(record, http_address=await self._http.start())
-        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
+        self._metrics = member_metrics(
+            config, member_id, node.address, lambda: report_exposition(self._service.report())
+        )
+        record = msgspec.structs.replace(record, http_address=await self._metrics.start())
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
         freeze_what_lives()
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        self._service.update_members(members)
+        self._metrics.update_members(members)
 
     def _leave(self) -> None:
         """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
@@ -178,7 +194,7 @@ class WorkerReplica:
         await self._heartbeat.stop()
         await self._service.stop()
         await asyncio.to_thread(self._worker.stop_ranks)
-        await self._http.stop()
+        await self._metrics.stop()
         self._plane.close()
         self._sink.close()
 
@@ -205,12 +221,18 @@ class RouterReplica:
         self._service = compose.build_router(config, model, member_id, self._plane, pools)
         record = compose.member("router", member_id, self._plane.address, self._node.address)
         await self._service.start()
-        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._service.update_members)
+        self._metrics = member_metrics(config, member_id, self._node.address, self._service.own_exposition)
+        record = msgspec.structs.replace(record, http_address=await self._metrics.start())
+        self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._drain_s = config.server.drain_s
         self._http = router_server(create_app(self._service), config)
         await self._http.start()
         freeze_what_lives()
+
+    def _take_members(self, members: Sequence[Member]) -> None:
+        self._service.update_members(members)
+        self._metrics.update_members(members)
 
     async def endpoint(self) -> tuple[str, int]:
         """Returns the address of the router's node, and the port that the router listens on (the config may ask for any
@@ -235,6 +257,7 @@ class RouterReplica:
         await self._service.drain(self._drain_s)
         await self._service.stop()
         await self._http.stop()
+        await self._metrics.stop()
         await self._heartbeat.stop()
         self._plane.close()
 
@@ -242,6 +265,12 @@ class RouterReplica:
 def replica_id() -> MemberId:
     """Returns Serve's unique id of this replica, by which `PinnedRequestRouter` finds it."""
     return MemberId(serve.get_replica_context().replica_id.unique_id)
+
+
+def member_metrics(config: ClusterConfig, member_id: MemberId, address: str, exposition: Exposition) -> MemberMetrics:
+    """Returns what serves the series of a member, and perhaps those of its machine, at this address."""
+    node = NodePort(config.network.metrics_port, config.ray.cluster_name)
+    return MemberMetrics(member_id, exposition, address, node, compose.port_range(config))
 
 
 async def find_member_place(config: ClusterConfig, kind: str) -> MemberPlace:

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast, get_origin
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import Metric
 from pydantic import BaseModel
 
@@ -26,7 +26,7 @@ from deploy import config as cluster_config
 from deploy.config_file import section_in
 from fabric.contracts import errors
 from router.api import status_of
-from router.observe import PlannerSeries, RouterMetrics
+from router.observe import UP_TEXT, MemberReports, MembershipSeries, PlannerSeries, RouterMetrics
 
 EXAMPLES = Path(cluster_config.__file__).parent / "configs"
 
@@ -50,6 +50,20 @@ WORD_TO_UNIT = {
 KEY_TO_UNIT = {"block_size": "tokens", "max_in_flight": "requests", "keep_fraction": "a share of 1"}
 
 
+NAME_TO_METRIC_UNIT = {
+    "seconds": "seconds",
+    "bytes": "bytes",
+    "ratio": "ratio",
+    "efficiency": "ratio",
+    "tokens": "tokens",
+    "blocks": "KV blocks",
+    "cost": "patches or mel frames",
+    "info": "1",
+    "up": "0 or 1",
+}
+"""Maps the last word of a metric's name to the unit of its values."""
+
+
 class ConfigKey(NamedTuple):
     """A `ConfigKey` is one row of the configuration reference."""
 
@@ -69,6 +83,15 @@ class MetricRow(NamedTuple):
     type: str
     labels: tuple[str, ...]
     meaning: str
+
+    @property
+    def unit(self) -> str:
+        """Returns the unit of the values, which the name tells: what is not a time, a size or a ratio is a number of
+        things."""
+        words = self.name.removesuffix("_total").split("_")
+        if words[-2:-1] == ["per"]:
+            return f"seconds per {words[-1]}"
+        return NAME_TO_METRIC_UNIT.get(words[-1], "number")
 
 
 class ErrorRow(NamedTuple):
@@ -235,7 +258,8 @@ def _unit(name: str) -> str:
 
 
 def metric_rows() -> list[MetricRow]:
-    """Returns every metric that a router registers: its own, those of the planner, and those of the members."""
+    """Returns every metric of a cluster: those that a router registers (its own, those of the planner, and those of the
+    members), and what the scrape endpoint of a node adds."""
     metrics = RouterMetrics(lambda: 0, lambda: 0)
     metrics.watch_waiting(lambda: 0)
     metrics.watch_prompts(lambda: 0)
@@ -243,7 +267,9 @@ def metric_rows() -> list[MetricRow]:
     # The series of the planner read these values only; an empty cluster has no stages and empty indexes.
     no_keys = SimpleNamespace(num_keys=0, num_out_of_step=0, num_refused=0, num_evicted=0, num_bytes=0)
     no_cluster = SimpleNamespace(accuracy=dict, prefix_stats=lambda: no_keys, feature_stats=lambda: no_keys)
-    metrics.registry.register(PlannerSeries(cast(Any, no_cluster)))
+    for series in (MemberReports(), MembershipSeries({}), PlannerSeries(cast(Any, no_cluster))):
+        metrics.registry.register(series)
+    Gauge("weft_member_up", UP_TEXT, ["member", "kind"], registry=metrics.registry)
     rows = []
     for family, labels in _families(metrics.registry):
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -266,6 +292,9 @@ METRIC_GROUPS = {
     "weft_encoder_": "Encoders",
     "weft_planner_": "The planner's predictions",
     "weft_index_": "The router's indexes",
+    "weft_process_": "Processes",
+    "weft_member_": "The scrape endpoint of a node",
+    "weft_build_": "The build",
 }
 
 
@@ -275,11 +304,17 @@ def metrics() -> str:
     parts = []
     for prefix, heading in METRIC_GROUPS.items():
         table = [
-            (f"`{row.name}`", row.type, ", ".join(f"`{label}`" for label in row.labels), _capitalised(row.meaning))
+            (
+                f"`{row.name}`",
+                row.type,
+                ", ".join(f"`{label}`" for label in row.labels),
+                row.unit,
+                _capitalised(row.meaning),
+            )
             for row in sorted(rows)
             if row.name.startswith(prefix)
         ]
-        parts += [f"### {heading}", markdown_table(("name", "type", "labels", "meaning"), table)]
+        parts += [f"### {heading}", markdown_table(("name", "type", "labels", "unit", "meaning"), table)]
     return "\n\n".join(parts)
 
 

@@ -1,12 +1,12 @@
 """Defines what the parts of Weft tell each other, so that no part needs to import another one.
 
 `identity` names requests, members, media and KV blocks. `calls` defines what the router sends to workers and encoders
-and what they answer. `member_reports` defines what workers and encoders report to routers, and the metrics of these
-numbers; `messages` defines everything else that travels one way between members, and the dtypes of features. `errors`
-holds the tree of all failures that reach a client or another process. `clock` provides clocks that callers pass as
-arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict, and `encoder_queue` holds
-the order in which an encoder serves its calls, by which routers predict the wait there. `feature_log` numbers the
-changes of a member's cache of features.
+and what they answer. `member_reports` defines what workers and encoders report to routers, and `reported_metrics` the
+metrics of these numbers; `messages` defines everything else that travels one way between members, and the dtypes of
+features. `errors` holds the tree of all failures that reach a client or another process. `clock` provides clocks that
+callers pass as arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict, and
+`encoder_queue` holds the order in which an encoder serves its calls, by which routers predict the wait there.
+`feature_log` numbers the changes of a member's cache of features.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -134,10 +134,10 @@ from fabric.contracts.member_reports import (
     EngineStats,
     FeatureStats,
     ItemStats,
+    LinkStats,
     PullTime,
     PullWindow,
     WorkerReport,
-    metrics_of,
 )
 from fabric.contracts.messages import (
     ANCHOR_STRIDE,
@@ -175,6 +175,7 @@ from fabric.contracts.messages import (
     encode_message,
     feature_nbytes,
 )
+from fabric.contracts.reported_metrics import ProcessStats, metrics_of
 
 __all__ = [
     "ANCHOR_STRIDE",
@@ -239,6 +240,7 @@ __all__ = [
     "KvScheme",
     "KvSnapshot",
     "LeaseLost",
+    "LinkStats",
     "MachineBusy",
     "ManualClock",
     "MediaItem",
@@ -255,6 +257,7 @@ __all__ = [
     "Overloaded",
     "PlaceholderRange",
     "PlaneMessage",
+    "ProcessStats",
     "PromptLogprobs",
     "PromptOutputs",
     "PromptToken",

@@ -4,60 +4,24 @@ A report is sent several times a second and on change, and a router keeps the ne
 memory is in bytes. `seq` only grows within one `epoch`, the member's life.
 
 A number that operators see declares its metric in its field: `gauge` or `counter` gives the kind, the name and the help
-text. Routers export what `metrics_of` finds, so no other file names the metric. The numbers of one part of a member are
-a struct of their own (`EngineStats`, `FeatureStats`, `ItemStats`, `DeviceStats`, `ArenaStats`). The part counts in such
-a struct, and a copy of it travels in the report. So a new counter is a field here and the line that counts. Fields are
-only appended to each struct.
+text (`fabric.contracts.reported_metrics`). Routers export what `metrics_of` finds, so no other file names the metric.
+The numbers of one part of a member are a struct of their own (`EngineStats`, `FeatureStats`, `ItemStats`,
+`DeviceStats`, `ArenaStats`). The part counts in such a struct, and a copy of it travels in the report. So a new counter
+is a field here and the line that counts. Fields are only appended to each struct.
 
 This module knows nothing of Prometheus, of how a number comes about, and of what a router does with a report.
 """
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Annotated, Literal, NamedTuple, get_type_hints
+from typing import Annotated
 
 import msgspec
 
 from fabric.contracts.calls import PlaneWire, Wire
 from fabric.contracts.encoder_queue import EMPTY_PROFILE
 from fabric.contracts.identity import AttemptId, MemberId
-
-# ---------------------------------------------------------------- metrics of fields
-
-
-class ReportedMetric(NamedTuple):
-    """A `ReportedMetric` says how a number of a report appears in a router's metrics."""
-
-    kind: Literal["gauge", "counter"]
-    name: str
-    """Names the metric in full, but without the suffix `_total`, which Prometheus adds to counters."""
-    text: str
-    """Explains the metric to operators, in `/metrics` and in the documentation."""
-
-
-def gauge(name: str, text: str) -> ReportedMetric:
-    """Returns the metric of a number that rises and falls."""
-    return ReportedMetric("gauge", name, text)
-
-
-def counter(name: str, text: str) -> ReportedMetric:
-    """Returns the metric of a number that only grows while the member lives."""
-    return ReportedMetric("counter", name, text)
-
-
-@cache
-def metrics_of(struct: type[msgspec.Struct]) -> tuple[tuple[str, ReportedMetric], ...]:
-    """Returns each metric that the struct or a struct in one of its fields declares, after the path of its field, for
-    example `engine.steps`."""
-    found: list[tuple[str, ReportedMetric]] = []
-    for field, hint in get_type_hints(struct, include_extras=True).items():
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            found += [(f"{field}.{path}", metric) for path, metric in metrics_of(hint)]
-        declared = getattr(hint, "__metadata__", ())
-        found += [(field, metric) for metric in declared if isinstance(metric, ReportedMetric)]
-    return tuple(found)
-
+from fabric.contracts.reported_metrics import LABELLED_AS_MEMBER, ProcessStats, counter, gauge
 
 # ---------------------------------------------------------------- workers
 
@@ -189,6 +153,36 @@ class FeatureStats(msgspec.Struct, array_like=True):
     ] = 0
 
 
+class LinkStats(msgspec.Struct, array_like=True):
+    """Holds the sums over the pulls of a worker on links of one class."""
+
+    link: str
+    """Names the class, such as `rdma`; it is `unknown` for an encoder that has left."""
+    num_pulls: Annotated[
+        int, counter("weft_worker_transfers", "Units that a worker has pulled from encoders, by the class of the link.")
+    ] = 0
+    pulled_bytes: Annotated[
+        int,
+        counter("weft_worker_transfer_bytes", "Bytes of the units of `weft_worker_transfers_total`."),
+    ] = 0
+    pull_s: Annotated[
+        float,
+        counter(
+            "weft_worker_transfer_seconds",
+            "Time of the pulls of `weft_worker_transfers_total`, without the wait for room in the inbox. Pulls at the "
+            "same time count each.",
+        ),
+    ] = 0.0
+    num_failed: Annotated[
+        int,
+        counter(
+            "weft_worker_transfer_failures",
+            "Pulls that brought nothing: the encoder had given the slot to another feature, did not answer in time, or "
+            "has left.",
+        ),
+    ] = 0
+
+
 class PullTime(Wire, frozen=True):
     """A `PullTime` says how long a worker read from an encoder. Times are seconds since the window's beginning, without
     the wait for room in the inbox."""
@@ -299,6 +293,16 @@ class WorkerReport(PlaneWire, frozen=True):
             "the fixed part of steps, `weft_worker_step_overhead_seconds`, does not count.",
         ),
     ] = 0.0
+    doorstep_wait_s: Annotated[
+        float,
+        counter(
+            "weft_worker_doorstep_wait_seconds",
+            "Time for which sequences that have ended waited for features at their doorstep, with prefill held.",
+        ),
+    ] = 0.0
+    process: Annotated[ProcessStats, LABELLED_AS_MEMBER] = msgspec.field(default_factory=ProcessStats)
+    links: tuple[LinkStats, ...] = ()
+    """Holds the sums over pulls for each class of links."""
 
 
 # ---------------------------------------------------------------- encoders
@@ -580,3 +584,4 @@ class EncoderReport(PlaneWire, frozen=True):
     ] = 0.0
     at_s: float = 0.0
     """Holds when the report was made, on the encoder's own clock; it is 0 if the encoder does not say it."""
+    process: Annotated[ProcessStats, LABELLED_AS_MEMBER] = msgspec.field(default_factory=ProcessStats)

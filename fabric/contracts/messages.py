@@ -73,8 +73,8 @@ class Member(Wire, frozen=True):
     place: MemberPlace = MemberPlace()
     """Together with `host`, it says which class the links between two members have."""
     http_address: str = ""
-    """Names the host and port at which the member itself answers `GET /metrics`; it is empty if the member does not,
-    as in one-process mode and for routers."""
+    """Names the host and port at which the member answers `GET /metrics` with its own series; it is empty if the member
+    does not, as in one-process mode."""
 
 
 # ---------------------------------------------------------------- message plane

@@ -43,6 +43,7 @@ from fabric.contracts import (
 from fabric.transport import FeatureSink, LandedFeature, Plane
 from llm_workers.features.feature_entries import Shape
 from llm_workers.features.feature_store import FeatureStore, MissingUnit
+from llm_workers.features.link_meter import LinkMeter
 from llm_workers.features.pull_log import PullLog
 from llm_workers.scheduling import FeatureReference, Reads, ReleasedFeature
 from llm_workers.worker_config import WorkerConfig
@@ -69,6 +70,7 @@ class Receiver:
         """Tells routers how the features change that are kept after prefill."""
         self.store = FeatureStore(config, endpoint.clock, self.kept_log)
         self.pull_log = PullLog()
+        self.link_meter = LinkMeter(endpoint.member_id)
         self._pulls: set[Future[LandedFeature]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_at_rest = True
@@ -199,6 +201,7 @@ class Receiver:
         except ArenaFull:
             return self._make_room(unit)
         except WeftError as error:
+            self.link_meter.failed(ready.ticket.source)
             self.store.begin_pull(unit)
             self.store.fail_pull(unit, "transfer_failed")
             self._release(ready)
@@ -254,8 +257,10 @@ class Receiver:
         self._release(ready)
         if done.cancelled() or done.exception() is not None:
             self.pull_log.fail(done)
+            self.link_meter.failed(ready.ticket.source)
         else:
             self.pull_log.end(done, done.result().seconds)
+            self.link_meter.landed(ready.ticket.source, ready.ticket.nbytes, done.result().seconds)
         if done.cancelled() or self._loop is None:
             self.store.fail_pull(ready.unit, "transfer_failed")
             if not done.cancelled() and done.exception() is None:
@@ -393,4 +398,5 @@ class Peers:
                 self._receiver.drop_source(gone.transfer_agent)
             self._plane.forget(gone.address)
         self._members = now
+        self._receiver.link_meter.update(members)
         return [gone.member_id for gone in left if gone.kind == "router"]

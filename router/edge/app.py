@@ -109,8 +109,13 @@ def create_api(service: RouterService) -> FastAPI:
 def create_app(service: RouterService) -> ASGIApp:
     """Returns the ASGI app of one router: its API behind the check of keys and the access log. It starts nothing: the
     owner of the service starts and stops it."""
-    guarded = AccessControl(RouteTable(create_api(service)), service)
-    return AccessLog(shared_with_sites(guarded, service.config.allowed_origins), internal_error)
+    table, counter = RouteTable(create_api(service)), service.metrics.http_requests
+
+    def count(path: str, status: int) -> None:
+        counter.labels(table.route_of(path), str(status)).inc()
+
+    guarded = AccessControl(table, service)
+    return AccessLog(shared_with_sites(guarded, service.config.allowed_origins), internal_error, count)
 
 
 async def route_error(request: Request, error: Exception) -> Response:

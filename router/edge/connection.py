@@ -162,14 +162,21 @@ CLIENT_LEFT_STATUS = 499
 class AccessLog:
     """An `AccessLog` is ASGI middleware that logs one line at the end of each exchange, however the exchange ended.
     Each answer gets the header `openai-processing-ms`, the time from the arrival of the request's headers to the
-    beginning of the answer. `on_failure` answers for an exchange whose handler failed before its answer began.
+    beginning of the answer. `on_failure` answers for an exchange whose handler failed before its answer began, and
+    `on_end` is told the path and the status of each exchange.
 
     Lines carry ids, counts and times. No line holds a body, a header or a query string, because prompts, media and keys
     travel in them."""
 
-    def __init__(self, app: ASGIApp, on_failure: Callable[[Request, Exception], Awaitable[Response]]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        on_failure: Callable[[Request, Exception], Awaitable[Response]],
+        on_end: Callable[[str, int], None] = lambda path, status: None,
+    ) -> None:
         self._app = app
         self._on_failure = on_failure
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -203,6 +210,7 @@ class AccessLog:
         finally:
             facts["duration_ms"] = round((asyncio.get_running_loop().time() - started_s) * 1000, 1)
             _write(scope, facts)
+            self._on_end(scope["path"], facts["status"])
 
 
 def _write(scope: Scope, facts: dict[str, Any]) -> None:

@@ -12,6 +12,9 @@ from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+OTHER = "other"
+"""Stands for every path that the API does not have."""
+
 
 class RouteTable:
     """A `RouteTable` is an ASGI app in front of a FastAPI app, whose routes it serves."""
@@ -25,6 +28,15 @@ class RouteTable:
             for method in route.methods or ()
             if method != "HEAD"
         }
+
+        self._patterns = [route for route in api.routes if isinstance(route, Route) and "{" in route.path]
+
+    def route_of(self, path: str) -> str:
+        """Returns the route of the API that a path belongs to, with whatever method, or `other`. There are no more than
+        the API has, whatever clients ask for."""
+        if any(path == plain for _, plain in self._plain):
+            return path
+        return next((route.path for route in self._patterns if route.path_regex.match(path)), OTHER)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         handler = self._plain.get((scope["method"], scope["path"])) if scope["type"] == "http" else None

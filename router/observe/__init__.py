@@ -1,21 +1,34 @@
 """Records what a router does, for machines and for people to read.
 
-`router_metrics` exports counters and times for Prometheus, the router's own and those that members report, and
-`usage_series` counts what each API key uses; `traces` keeps the plans and events of recent requests, and
-`explained_request` computes from them where the time of a request went, and `record_words` has the words for it. The
-router service creates the metrics and the
-traces, a request's run writes to them, and `router.edge` shows them (`/metrics`, `/weft/requests`). The folder decides
-nothing, and knows nothing of how requests are served.
+`router_metrics` exports counters and times for Prometheus, and `usage_series` counts what each API key uses;
+`cluster_series` exports what members report, how well the planner predicts and who is there, and puts the series of
+several routers or members together. `traces` keeps the plans and events of recent requests, and `explained_request`
+computes from them where the time of a request went, and `record_words` has the words for it. The router service creates
+the metrics and the traces, a request's run writes to them, and `router.edge` shows them (`/metrics`, `/weft/requests`).
+The folder decides nothing, and knows nothing of how requests are served.
 """
 
+from router.observe.cluster_series import (
+    UP_TEXT,
+    ClusterMetrics,
+    MemberReports,
+    MembershipSeries,
+    PlannerSeries,
+    merged,
+    report_exposition,
+    up_exposition,
+)
 from router.observe.explained_request import item_stages, modality_class, worker_stages
 from router.observe.record_words import milliseconds, moment, place_of, words
-from router.observe.router_metrics import ClusterMetrics, PlannerSeries, RouterMetrics, Timing, report_exposition
+from router.observe.router_metrics import RouterMetrics, Timing
 from router.observe.traces import Found, RequestFilter, RequestTrace, TraceRing, TraceSearch
 
 __all__ = [
+    "UP_TEXT",
     "ClusterMetrics",
     "Found",
+    "MemberReports",
+    "MembershipSeries",
     "PlannerSeries",
     "RequestFilter",
     "RequestTrace",
@@ -24,11 +37,13 @@ __all__ = [
     "TraceRing",
     "TraceSearch",
     "item_stages",
+    "merged",
     "milliseconds",
     "modality_class",
     "moment",
     "place_of",
     "report_exposition",
+    "up_exposition",
     "words",
     "worker_stages",
 ]

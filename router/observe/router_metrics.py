@@ -1,45 +1,28 @@
 """Exports a router's metrics for Prometheus. `RouterMetrics` holds the series that the router measures at its own
-requests; `MemberReports` and `PlannerSeries` export series of the cluster behind it: what members report, and how well
-the planner predicts them. Each router has one registry with all of them. `ClusterMetrics` puts the series of all
-routers together, so that a scrape answers the same whichever router it reaches.
+requests, and the registry at which the series of the cluster behind it are registered too (`cluster_series`).
 
-The series of the cluster are computed from the last reports and the planner's sums at the moment of a scrape, so a
-member that left has no series. The fields of the reports declare their metrics themselves
-(`fabric.contracts.metrics_of`). The module knows nothing of how requests are served, or of HTTP.
+The values of all labels are bounded: they are codes, kinds, routes and modalities, or names from the config; the names
+of tenants and of keys are cut off (`BoundedNames`). The module knows nothing of how requests are served, or of HTTP.
 """
 
 from __future__ import annotations
 
-import asyncio
+import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from operator import attrgetter
+from importlib import metadata
 from types import SimpleNamespace
 from typing import NamedTuple, cast
 
-import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
-from fabric.contracts import (
-    EncodeCost,
-    EncoderReport,
-    Member,
-    MemberId,
-    MetricsQuestion,
-    MetricsReply,
-    WorkerReport,
-    metrics_of,
-)
-from fabric.transport import Plane
+from fabric.contracts import MemberId
 from router.observe.explained_request import StageTime
-from router.observe.usage_series import UsageSeries
-from router.planning import ClusterState
+from router.observe.usage_series import BoundedNames, UsageSeries
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 MEMBER_PREFIXES = ("weft_worker_", "weft_encoder_")
-REPLY_S = 1.0
-"""A scrape waits this long for the other routers."""
+PROCESS_PREFIX = "weft_process_"
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 
 
@@ -48,10 +31,11 @@ class RouterMetrics:
 
     def __init__(self, num_in_flight: Callable[[], int], num_bodies_bytes: Callable[[], int]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
-        self.reports = MemberReports()
-        self.registry.register(self.reports)
+        self._tenants = BoundedNames()
         self._gauge("requests_in_flight", "Requests that are admitted and have not ended.", num_in_flight)
         self._gauge("bodies_bytes", "Bytes of the bodies of the requests in flight.", num_bodies_bytes)
+        build = ["version", "python", "model"]
+        self._build = Gauge("weft_build_info", "Is always 1; its labels say what runs.", build, registry=self.registry)
         self._add_outcomes()
         self._add_media()
         self._add_admission()
@@ -63,6 +47,12 @@ class RouterMetrics:
     def _add_outcomes(self) -> None:
         """Adds what became of requests, of their attempts and of the calls to members."""
         self.requests = self._counter("requests", "Requests that ended, by code (`ok` or an error's).", ["code"])
+        self.http_requests = self._counter(
+            "http_requests",
+            "HTTP exchanges that ended, by the route of the API (`other` for paths that it does not have) and by "
+            "status. 499 means that the client has left.",
+            ["endpoint", "status"],
+        )
         self.attempts = self._counter(
             "attempts", "Attempts that ended, by outcome (`ok`, `degraded` or an error's code).", ["outcome"]
         )
@@ -133,12 +123,27 @@ class RouterMetrics:
 
     def _add_times(self) -> None:
         """Adds the times of requests, as this router measured them."""
+        by_class = ["modality"]
         self.ttft = self._histogram(
-            "time_to_first_token_seconds", "Time from the arrival of a request to its first token.", SECONDS
+            "time_to_first_token_seconds",
+            "Time from the arrival of a request to its first token, by the modality class of the request: `video`, "
+            "`audio`, `image` or `text`, the first of these that the request has.",
+            SECONDS,
+            by_class,
         )
         self.itl = self._histogram("inter_token_latency_seconds", "Time between two tokens of a choice.", SECONDS)
+        self.tpot = self._histogram(
+            "time_per_output_token_seconds",
+            "Mean time between two tokens of a request, by the modality class of the request. A request that gave no "
+            "two tokens of a choice is not there.",
+            SECONDS,
+            by_class,
+        )
         self.e2e = self._histogram(
-            "request_duration_seconds", "Time from the arrival of a request to its end.", SECONDS
+            "request_duration_seconds",
+            "Time from the arrival of a request to its end, by the modality class of the request.",
+            SECONDS,
+            by_class,
         )
         self.stage = self._histogram(
             "stage_seconds",
@@ -162,8 +167,7 @@ class RouterMetrics:
         )
         self.ttft_ratio_by_class = self._histogram(
             "modality_ttft_ratio",
-            "The same as `weft_router_ttft_ratio`, by the modality class of the request: `video`, `audio`, `image` or "
-            "`text`, the first of these that the request has.",
+            "The same as `weft_router_ttft_ratio`, by the modality class of the request.",
             RATIOS,
             ["modality"],
         )
@@ -253,37 +257,58 @@ class RouterMetrics:
             actual.inc(max(0.0, stage.actual_s))
             error.inc(abs(stage.predicted_s - stage.actual_s))
 
-    def observe_request(self, code: str, timing: Timing) -> None:
-        """Records a request that ended."""
+    def observe_request(self, code: str, modality: str, timing: Timing) -> None:
+        """Records a request of this class that ended."""
         self.requests.labels(code).inc()
-        self.e2e.observe(timing.total_s)
+        self.e2e.labels(modality).observe(timing.total_s)
         if timing.first_token_s is not None:
-            self.ttft.observe(timing.first_token_s)
+            self.ttft.labels(modality).observe(timing.first_token_s)
+        if timing.each_token_s is not None:
+            self.tpot.labels(modality).observe(timing.each_token_s)
         self.stage.labels("prompt").observe(timing.prompt_s)
         self.stage.labels("worker").observe(timing.worker_s)
         self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
 
+    def tell_build(self, model: str) -> None:
+        """Says which model is served. It is called once."""
+        self._build.labels(metadata.version("weft"), platform.python_version(), model).set(1)
+
+    def observe_admission(self, tenant: str, service_class: str, outcome: str) -> None:
+        """Records what admission decided on a request."""
+        self.admissions.labels(self._tenants.of(tenant), service_class, outcome).inc()
+
+    def observe_charge(self, tenant: str, num_tokens: int, encoder_s: float) -> None:
+        """Records what an attempt used of the tenant's share."""
+        name = self._tenants.of(tenant)
+        self.tenant_tokens.labels(name).inc(num_tokens)
+        self.tenant_encoder_s.labels(name).inc(encoder_s)
+
     def exposition(self, router_id: MemberId | None, has_members: bool) -> bytes:
         """Returns all series in Prometheus text format. The router's own have the label `router`, if `router_id` is
         given; those of workers and encoders are there if `has_members`."""
-        return generate_latest(cast(CollectorRegistry, _LabelledSeries(self, router_id, has_members)))
+        return written(list(self.families(router_id, has_members)))
 
-
-class _LabelledSeries:
-    """Collects the series of a registry as `RouterMetrics.exposition` describes them."""
-
-    def __init__(self, metrics: RouterMetrics, router_id: MemberId | None, has_members: bool) -> None:
-        self._metrics, self._has_members = metrics, has_members
-        self._labels = {} if router_id is None else {"router": str(router_id)}
-
-    def collect(self) -> Iterator[Metric]:
-        for metric in self._metrics.registry.collect():
+    def families(self, router_id: MemberId | None, has_members: bool) -> Iterator[Metric]:
+        """Yields the metrics of `exposition` with their present values, which no later event changes."""
+        labels = {} if router_id is None else {"router": str(router_id)}
+        for metric in self.registry.collect():
+            # Prometheus sees from its scrapes when a counter began; `_created` would be one more series for each.
+            samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             if metric.name.startswith(MEMBER_PREFIXES):
-                if self._has_members:
-                    yield metric
-                continue
-            metric.samples = [sample._replace(labels=self._labels | sample.labels) for sample in metric.samples]
+                if not has_members:
+                    continue
+            elif metric.name.startswith(PROCESS_PREFIX):
+                if not has_members:
+                    samples = [sample for sample in samples if sample.labels["kind"] == "router"]
+            else:
+                samples = [sample._replace(labels=labels | sample.labels) for sample in samples]
+            metric.samples = samples
             yield metric
+
+
+def written(families: Sequence[Metric]) -> bytes:
+    """Returns metrics in Prometheus text format. It takes some 15 ms for 200 members, and may run in any thread."""
+    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=lambda: families)))
 
 
 class Timing(NamedTuple):
@@ -295,160 +320,5 @@ class Timing(NamedTuple):
     worker_s: float
     """This is the time from dispatch to the terminal event, summed over all attempts."""
     first_token_s: float | None
-
-
-# ------------------------------------------------------------ the series of the cluster
-
-
-class MemberReports(Collector):
-    """Holds the last report of each member that is there, and exports the metrics that the report declares."""
-
-    def __init__(self) -> None:
-        self.workers: dict[MemberId, WorkerReport] = {}
-        self.encoders: dict[MemberId, EncoderReport] = {}
-
-    def put(self, report: WorkerReport | EncoderReport) -> None:
-        if isinstance(report, WorkerReport):
-            self.workers[report.worker_id] = report
-        else:
-            self.encoders[report.encoder_id] = report
-
-    def remove(self, member_id: MemberId) -> None:
-        self.workers.pop(member_id, None)
-        self.encoders.pop(member_id, None)
-
-    def collect(self) -> Iterator[Metric]:
-        workers, encoders = dict(self.workers), dict(self.encoders)
-        yield from _reported(WorkerReport, ["worker"], [([name], report) for name, report in workers.items()])
-        yield from _reported(EncoderReport, ["encoder"], [([name], report) for name, report in encoders.items()])
-        costs = [([name, cost.modality], cost) for name, report in encoders.items() for cost in report.costs]
-        yield from _reported(EncodeCost, ["encoder", "modality"], costs)
-
-
-class PlannerSeries(Collector):
-    """Exports sums of predicted and actual values per stage, and the state of the prefix and feature indexes. They show
-    if requests no longer go to the members that already hold their data: members' events are missing from an index (a
-    source out of step), or predicted hits are not found."""
-
-    def __init__(self, cluster: ClusterState) -> None:
-        self._cluster = cluster
-
-    def collect(self) -> Iterator[Metric]:
-        stages = self._cluster.accuracy()
-        for field, name, text in (
-            ("num_observations", "observations", "Predictions that were compared with what happened."),
-            ("predicted", "predicted", "Sum of the predicted values."),
-            ("actual", "actual", "Sum of the actual values."),
-            ("abs_error", "abs_error", "Sum of the absolute differences between the predicted and the actual values."),
-        ):
-            metric = CounterMetricFamily(f"weft_planner_{name}", text, labels=["stage"])
-            for stage, error in stages.items():
-                metric.add_metric([stage], getattr(error, field))
-            yield metric
-        indexes = {"prefix": self._cluster.prefix_stats(), "feature": self._cluster.feature_stats()}
-        for field, name, text in (
-            ("num_keys", "keys", "Keys in the index."),
-            ("num_out_of_step", "sources_out_of_step", "Members whose events are missing from the index."),
-            ("num_bytes", "bytes", "Memory of the index in bytes."),
-        ):
-            gauge = GaugeMetricFamily(f"weft_index_{name}", text, labels=["index"])
-            for index, stats in indexes.items():
-                gauge.add_metric([index], getattr(stats, field))
-            yield gauge
-        for field, name, text in (
-            ("num_refused", "refused_keys", "Keys that were not recorded, because the key ahead of them was evicted."),
-            ("num_evicted", "evicted_keys", "Keys that were evicted to make room for others."),
-        ):
-            counter = CounterMetricFamily(f"weft_index_{name}", text, labels=["index"])
-            for index, stats in indexes.items():
-                counter.add_metric([index], getattr(stats, field))
-            yield counter
-
-
-class ClusterMetrics:
-    """Answers a scrape with the series of every router of the cluster. It asks the other routers over the message plane
-    and belongs to the event loop of its router."""
-
-    def __init__(self, member_id: MemberId, plane: Plane, metrics: RouterMetrics, has_members: bool) -> None:
-        self._member_id, self._plane, self._metrics, self._has_members = member_id, plane, metrics, has_members
-        self._peers: dict[MemberId, str] = {}
-        self._questions: dict[int, asyncio.Future[bytes]] = {}
-        self._num_asked = 0
-        self._num_silent = 0
-        metrics.watch_silent(lambda: self._num_silent)
-
-    def update_members(self, members: Iterable[Member]) -> None:
-        """Takes the directory's list of members, of which only the other routers matter here."""
-        routers = (member for member in members if member.kind == "router" and member.member_id != self._member_id)
-        self._peers = {member.member_id: member.address for member in routers}
-
-    def handle(self, message: MetricsQuestion | MetricsReply) -> None:
-        """Answers another router's question, or takes its reply."""
-        if isinstance(message, MetricsQuestion):
-            text = self._metrics.exposition(self._member_id, has_members=False)
-            self._plane.send(message.address, MetricsReply(self._member_id, message.number, text))
-        elif (question := self._questions.get(message.number)) is not None and not question.done():
-            question.set_result(message.text)
-
-    async def exposition(self) -> bytes:
-        """Returns the series of all routers in Prometheus text format, with the label `router` if there are several. A
-        router that does not answer within `REPLY_S` is missing and counted (`weft_router_num_silent`)."""
-        numbers = []
-        for address in self._peers.values():
-            self._num_asked += 1
-            numbers.append(self._num_asked)
-            self._questions[self._num_asked] = asyncio.get_running_loop().create_future()
-            self._plane.send(address, MetricsQuestion(self._member_id, self._plane.address, self._num_asked))
-        try:
-            questions = [self._questions[number] for number in numbers]
-            if questions:
-                await asyncio.wait(questions, timeout=REPLY_S)
-            texts = [question.result() for question in questions if question.done()]
-        finally:
-            for number in numbers:
-                del self._questions[number]
-        self._num_silent = len(numbers) - len(texts)
-        own_label = self._member_id if self._peers else None
-        return merged([self._metrics.exposition(own_label, self._has_members), *texts])
-
-
-def merged(texts: Sequence[bytes]) -> bytes:
-    """Puts expositions together: the samples of one metric stand together, as the text format demands, with the help
-    text of the first exposition that has it."""
-    name_to_parts: dict[bytes, list[bytes]] = {}
-    for text in texts:
-        for block in text.split(b"# HELP ")[1:]:
-            name = block.split(b" ", 1)[0]
-            if name not in name_to_parts:
-                name_to_parts[name] = [b"# HELP ", block]
-            else:
-                lines = block.splitlines(keepends=True)
-                name_to_parts[name] += [line for line in lines[1:] if not line.startswith(b"#")]
-    return b"".join(part for parts in name_to_parts.values() for part in parts)
-
-
-def report_exposition(report: WorkerReport | EncoderReport) -> bytes:
-    """Returns the series of one worker or encoder in Prometheus text format, as the member itself shows them."""
-    registry, reports = CollectorRegistry(auto_describe=False), MemberReports()
-    reports.put(report)
-    registry.register(reports)
-    prefix = "weft_worker_" if isinstance(report, WorkerReport) else "weft_encoder_"
-    own = [metric for metric in registry.collect() if metric.name.startswith(prefix)]
-    return generate_latest(cast(CollectorRegistry, SimpleNamespace(collect=lambda: own)))
-
-
-KIND_TO_FAMILY = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily}
-
-
-def _reported(
-    struct: type[msgspec.Struct], labels: Sequence[str], rows: Iterable[tuple[Sequence[str], msgspec.Struct]]
-) -> Iterator[Metric]:
-    """Yields every metric that the struct declares. A row holds the values of the labels, and the struct with the
-    numbers."""
-    rows = list(rows)
-    for path, declared in metrics_of(struct):
-        read = attrgetter(path)
-        metric = KIND_TO_FAMILY[declared.kind](declared.name, declared.text, labels=labels)
-        for values, numbers in rows:
-            metric.add_metric(values, read(numbers))
-        yield metric
+    each_token_s: float | None = None
+    """This is the mean time between two tokens of a choice; None if no choice had two."""

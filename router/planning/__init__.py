@@ -24,7 +24,7 @@ from router.planning.cost_learning import Learning
 from router.planning.kv_room import BATCH_HEADROOM, ROOM_NOW, KvRoom, RoomNeed
 from router.planning.landing_search import LandingGoal, LandingProblem
 from router.planning.landings import improve, land_rows
-from router.planning.link_classes import LinkClass, LinkOverride, MemberSelector
+from router.planning.link_classes import LinkClass, LinkOverride, LinkRules, MemberSelector
 from router.planning.member_costs import CostDefaults
 from router.planning.peer_news import NEWS_INTERVAL_S
 from router.planning.plan_types import Line, RoutePlan, RouteQuery
@@ -45,6 +45,7 @@ __all__ = [
     "Line",
     "LinkClass",
     "LinkOverride",
+    "LinkRules",
     "MemberSelector",
     "PlannerSettings",
     "RoomNeed",

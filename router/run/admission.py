@@ -423,8 +423,7 @@ class TenantLedger:
             before = self._tenant_to_answer_tokens.get(tenant, FIRST_ANSWER_TOKENS)
             own = usage.num_generated_tokens / usage.num_choices
             self._tenant_to_answer_tokens[tenant] = before + ANSWER_MEMORY * (own - before)
-        self._metrics.tenant_tokens.labels(tenant).inc(num_tokens)
-        self._metrics.tenant_encoder_s.labels(tenant).inc(usage.encoder_s)
+        self._metrics.observe_charge(tenant, num_tokens, usage.encoder_s)
 
     def _cost(self, num_tokens: float, encoder_s: float) -> float:
         return max(1.0, num_tokens + self._tokens_per_encoder_second * encoder_s)

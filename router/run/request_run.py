@@ -40,7 +40,7 @@ from fabric.contracts import (
     WorkerLost,
 )
 from router.api import Usage
-from router.observe import RequestTrace, Timing
+from router.observe import RequestTrace, Timing, modality_class
 from router.planning import RoutePlan
 from router.prompt import Prompt
 from router.run.admission import AttemptUsage, RequestTerms
@@ -236,8 +236,7 @@ class RequestRun:
         """Counts a request that ended before it was dispatched."""
         terms, error = self._turn.terms, self.stream.error
         if error is not None and not self._turn.is_dispatched:
-            labels = terms.tenant.name, terms.service_class, error.code
-            self._context.metrics.admissions.labels(*labels).inc()
+            self._context.metrics.observe_admission(terms.tenant.name, terms.service_class, error.code)
 
     async def _serve(self) -> GenerateResult | None:
         number = 0
@@ -361,7 +360,7 @@ class RequestRun:
         self._charge = charge, self._num_sent
         if not self._turn.is_dispatched:
             self._turn.is_dispatched = True
-            metrics.admissions.labels(terms.tenant.name, terms.service_class, "dispatched").inc()
+            metrics.observe_admission(terms.tenant.name, terms.service_class, "dispatched")
         self._trace.add("charged", tenant=terms.tenant.name, service_class=terms.service_class, tokens=charge)
 
     def _settle_charge(self, attempt: Attempt, result: GenerateResult | None) -> None:
@@ -379,7 +378,7 @@ class RequestRun:
         )
         caller = self._turn.terms.caller
         self._context.ledger.settle(caller.tenant.name, charge, usage)
-        self._context.metrics.usage.encoder_s.labels(caller.tenant.name, caller.key_name).inc(attempt.encoder_s)
+        self._context.metrics.usage.observe_encoding(caller.tenant.name, caller.key_name, attempt.encoder_s)
 
     @property
     def _num_sent(self) -> int:
@@ -412,6 +411,7 @@ class Account:
         self._started_at_s = self._admitted_at_s
         self._first_token_at_s: float | None = None
         self._last_token_at_s: dict[int, float] = {}
+        self._between_tokens_s, self._num_later_tokens = 0.0, 0
         self._worker_s = 0.0
 
     def start(self, admitted_at_s: float) -> None:
@@ -433,6 +433,8 @@ class Account:
             each_s = (now - self._last_token_at_s[choice]) / num_tokens
             for _ in range(num_tokens):
                 self._context.metrics.itl.observe(each_s)
+            self._between_tokens_s += now - self._last_token_at_s[choice]
+            self._num_later_tokens += num_tokens
         self._last_token_at_s[choice] = now
 
     def attempt_ended(self, attempt: Attempt) -> None:
@@ -458,8 +460,9 @@ class Account:
             prompt_s=self._started_at_s - self._admitted_at_s,
             worker_s=self._worker_s,
             first_token_s=None if first is None else first - self._admitted_at_s,
+            each_token_s=self._between_tokens_s / self._num_later_tokens if self._num_later_tokens else None,
         )
-        metrics.observe_request(code, timing)
+        metrics.observe_request(code, modality_class(item.modality for item in prompt.media), timing)
         num_generated = sum(choice.num_tokens for choice in self._stream.choices)
         num_cached = 0 if usage is None else usage.num_cached_tokens
         metrics.prompt_tokens.inc(len(prompt.token_ids))

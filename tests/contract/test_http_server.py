@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import itertools
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -16,10 +15,10 @@ from router_chats import chat_body
 
 import deploy.http_server
 from deploy.config import ClusterConfig
-from deploy.http_server import HttpServer, MetricsServer, bind, check_port, router_server
+from deploy.http_server import HttpServer, bind, check_port, router_server
 from deploy.local import serving
 from deploy.testing import fake_cluster, settled
-from fabric.contracts import ConfigError, EngineStats, FeatureStats, MemberId, WorkerReport
+from fabric.contracts import ConfigError
 from router.edge import create_app
 
 HOST = "127.0.0.1"
@@ -286,28 +285,3 @@ async def test_headers_of_any_size_are_refused(body_server: tuple[BodyApp, int])
     answer = await asyncio.to_thread(post, port, head=b"x: " + b"y" * 2**17)
     assert answer.startswith(b"HTTP/1.1 431")
     assert app.num_bytes == []
-
-
-async def test_a_member_answers_a_scrape_and_nothing_else() -> None:
-    seqs = itertools.count(1)
-    server = MetricsServer(
-        lambda: WorkerReport(MemberId("w"), 1, next(seqs), (), EngineStats(num_running=2), FeatureStats()), HOST
-    )
-    address = await server.start()
-    assert address.startswith(f"{HOST}:")
-
-    def ask(method: str, path: str) -> tuple[int, str, str]:
-        client = http.client.HTTPConnection(address, timeout=60)
-        try:
-            client.request(method, path)
-            answer = client.getresponse()
-            return answer.status, answer.headers["content-type"], answer.read().decode()
-        finally:
-            client.close()
-
-    status, kind, text = await asyncio.to_thread(ask, "GET", "/metrics")
-    assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
-    assert 'weft_worker_num_running{worker="w"} 2.0' in text.splitlines()
-    assert (await asyncio.to_thread(ask, "GET", "/"))[0] == 404
-    assert (await asyncio.to_thread(ask, "POST", "/metrics"))[0] == 405
-    await server.stop()

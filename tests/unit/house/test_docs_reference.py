@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "hooks"))
 
 import reference_tables
 import site_pages
+import write_tables
 from reference_tables import config_keys, error_rows, metric_rows
 from site_pages import with_links, with_tables
 
@@ -91,7 +92,7 @@ async def test_every_metric_of_a_serving_router_is_listed_with_its_labels() -> N
     async with fake_cluster() as cluster:
         await read(await cluster.service.open(chat([image()])))
         for member in (*cluster.workers, *cluster.encoders):
-            cluster.service.metrics.reports.put(member.report(1))
+            cluster.service.reports.put(member.report(1))
         families = list(cluster.service.metrics.registry.collect())
     assert len(families) > 80
     for family in families:
@@ -99,7 +100,37 @@ async def test_every_metric_of_a_serving_router_is_listed_with_its_labels() -> N
         assert f"| `{name}` | {family.type} |" in page, name
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         assert labels <= set(rows[name].labels), name
-    assert len(rows) == len(families)
+    assert rows.keys() - {each.name + ("_total" if each.type == "counter" else "") for each in families} == {
+        "weft_member_up"
+    }
+
+
+def test_the_committed_table_of_metrics_is_that_of_the_code() -> None:
+    page = write_tables.PAGE.read_text()
+    assert write_tables.written(page) == page, "run `make tables`"
+    listed = re.findall(r"^\| `(weft_\w+)` \| (\w+) \|", page, re.MULTILINE)
+    assert sorted(listed) == sorted((row.name, row.type) for row in metric_rows())
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("weft_process_cpu_seconds_total", "seconds"),
+        ("weft_encoder_arena_used_bytes", "bytes"),
+        ("weft_encoder_busy_ratio", "ratio"),
+        ("weft_worker_prefill_seconds_per_token", "seconds per token"),
+        ("weft_router_prompt_tokens_total", "tokens"),
+        ("weft_router_requests_total", "number"),
+    ],
+)
+def test_the_name_of_a_metric_tells_its_unit(name: str, unit: str) -> None:
+    assert next(row.unit for row in metric_rows() if row.name == name) == unit
+
+
+def test_only_counters_are_totals_and_no_unit_is_scaled() -> None:
+    for row in metric_rows():
+        assert row.name.endswith("_total") == (row.type == "counter"), row.name
+        assert not re.search(r"_(ms|milliseconds|kb|mb|kib|mib|percent|fraction|minutes)(_|$)", row.name), row.name
 
 
 @pytest.mark.parametrize("row", metric_rows(), ids=lambda row: row.name)
@@ -111,16 +142,16 @@ def test_every_metric_has_a_meaning_and_a_group(row: reference_tables.MetricRow)
 
 OLD_METRICS = (Path(__file__).parent / "metrics_of_0_1_0.txt").read_text().splitlines()
 """Holds the metrics of version 0.1.0, each as its name, its kind and its labels. A name behind an arrow has replaced
-the first one, and a kind behind that name the first kind."""
+the first one, and what stands behind that name the kind and the labels."""
 
 
 @pytest.mark.parametrize("line", OLD_METRICS, ids=lambda line: line.split()[0])
 def test_a_metric_keeps_its_name_kind_and_labels_unless_the_changelog_names_it(line: str) -> None:
     old, _, new = line.partition(" -> ")
     name, kind, labels = old.split()
-    new, _, new_kind = new.partition(" ")
+    new, *changed = new.split() or [""]
     (row,) = (row for row in metric_rows() if row.name == (new or name))
-    assert (row.type, ",".join(row.labels) or "-") == (new_kind or kind, labels)
+    assert [row.type, ",".join(row.labels) or "-"] == (changed or [kind, labels])
     if new:
         changelog = (ROOT / "CHANGELOG.md").read_text()
         assert f"`{name}` is now `{new}`" in changelog

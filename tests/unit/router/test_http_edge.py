@@ -138,7 +138,7 @@ async def test_trace_of_a_request_by_either_id() -> None:
         trace = (await client.get(f"/weft/requests/{completion_id}")).json()
         assert trace["label"] == "mine"
         assert trace["usage"] == response.json()["usage"]
-        assert trace["timing"].keys() == {"total_s", "prompt_s", "worker_s", "first_token_s"}
+        assert trace["timing"].keys() == {"total_s", "prompt_s", "worker_s", "first_token_s", "each_token_s"}
         assert 0 < trace["timing"]["first_token_s"] <= trace["timing"]["total_s"]
         assert {"received", "planned", "dispatched", "prefill", "first_token", "finished"} <= {
             event["name"] for event in trace["events"]

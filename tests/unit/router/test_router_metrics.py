@@ -19,17 +19,19 @@ from fabric.contracts import (
     EngineFailed,
     FeatureEvents,
     KvEvents,
+    LinkStats,
     ManualClock,
     MemberId,
     MmHash,
     Overloaded,
+    ProcessStats,
     RequestId,
     RequestRefused,
     TokenFrame,
     TokenFrames,
     WorkerReport,
 )
-from fabric.contracts.member_reports import ReportedMetric, counter, gauge, metrics_of
+from fabric.contracts.reported_metrics import ReportedMetric, counter, gauge, metrics_of
 from modalities.family import DEFAULT_OPTIONS, ItemPlan, MediaHeader, MediaOptions
 from router.observe import RouterMetrics
 from router.router_config import RouterConfig
@@ -106,14 +108,17 @@ async def test_histograms_hold_the_seconds_that_a_request_took() -> None:
             "time_to_first_token_seconds": prompt_s + STEP_S,
             "actual_ttft_seconds": STEP_S,
             "request_duration_seconds": prompt_s + worker_s,
+            "time_per_output_token_seconds": STEP_S,
             "predicted_ttft_seconds": plan["predicted_ttft_s"],
             "ttft_ratio": plan["predicted_ttft_s"] / STEP_S,
             "overlap_efficiency_ratio": plan["lower_bound_s"] / STEP_S,
         }
         assert plan["predicted_ttft_s"] >= plan["lower_bound_s"] > 0
+        by_class = ("time_to_first_token_seconds", "request_duration_seconds", "time_per_output_token_seconds")
         for name, taken in seconds.items():
-            assert value(cluster, f"weft_router_{name}_count") == 1, name
-            assert value(cluster, f"weft_router_{name}_sum") == pytest.approx(taken), name
+            labels = {"modality": "image"} if name in by_class else {}
+            assert value(cluster, f"weft_router_{name}_count", **labels) == 1, name
+            assert value(cluster, f"weft_router_{name}_sum", **labels) == pytest.approx(taken), name
         for name in ("ttft_ratio", "overlap_efficiency_ratio"):
             assert value(cluster, f"weft_router_modality_{name}_count", modality="image") == 1
             taken = value(cluster, f"weft_router_modality_{name}_sum", modality="image")
@@ -154,8 +159,9 @@ async def test_a_request_without_a_token_has_no_first_one() -> None:
         with pytest.raises(EngineFailed):
             await read(await cluster.service.open(chat([image()])))
         assert value(cluster, "weft_router_requests_total", code="engine_failed") == 1
-        assert value(cluster, "weft_router_time_to_first_token_seconds_count") == 0
-        assert value(cluster, "weft_router_request_duration_seconds_sum") == pytest.approx(family.taken_s)
+        assert value(cluster, "weft_router_time_to_first_token_seconds_count", modality="image") is None
+        taken_s = value(cluster, "weft_router_request_duration_seconds_sum", modality="image")
+        assert taken_s == pytest.approx(family.taken_s)
 
 
 async def test_frames_that_are_not_used_are_counted_by_reason() -> None:
@@ -281,7 +287,7 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
     async with fake_cluster(num_workers=2) as cluster:
         for each in (*cluster.workers, *cluster.encoders):
             each.plane.send(cluster.plane.address, each.report(1))
-        reports = cluster.service.metrics.reports
+        reports = cluster.service.reports
         await settled(lambda: len(reports.workers) == 2 and len(reports.encoders) == 1)
         for worker in ("worker-0", "worker-1"):
             assert value(cluster, "weft_worker_kv_used_blocks", worker=worker) == 7
@@ -300,12 +306,20 @@ async def test_members_gauges_come_with_reports_and_go_with_members() -> None:
         assert b'worker="worker-0"' not in await cluster.service.metrics_exposition()
 
 
-REPORT_TO_PREFIX = {WorkerReport: "weft_worker_", EncoderReport: "weft_encoder_", EncodeCost: "weft_encoder_modality_"}
+REPORT_TO_PREFIX = {
+    WorkerReport: "weft_worker_",
+    LinkStats: "weft_worker_transfer",
+    EncoderReport: "weft_encoder_",
+    EncodeCost: "weft_encoder_modality_",
+    ProcessStats: "weft_process_",
+}
 
 
 def numbers_of(struct: type[msgspec.Struct], path: str = "") -> Iterator[str]:
     """Yields the path of every number in a report and its parts."""
     for field, kind in get_type_hints(struct).items():
+        if kind is ProcessStats:
+            continue  # It has labels of its own.
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             yield from numbers_of(kind, f"{path}{field}.")
         elif kind in (int, float):
@@ -344,7 +358,7 @@ async def test_metrics_of_members_have_the_kind_and_the_text_of_their_field() ->
     async with fake_cluster() as cluster:
         report = cluster.workers[0].report(1)
         report.engine.num_preemptions = 3
-        cluster.service.metrics.reports.put(report)
+        cluster.service.reports.put(report)
         lines = (await cluster.service.metrics_exposition()).decode().splitlines()
     assert "# HELP weft_worker_num_running Sequences that have begun, including those that wait for a feature." in lines
     assert "# TYPE weft_worker_num_running gauge" in lines
@@ -357,7 +371,7 @@ async def test_encoders_costs_are_told_by_modality() -> None:
         encoder = cluster.encoders[0]
         costs = (EncodeCost("video", 2e-5, 0.5), EncodeCost("audio", 3e-6, 0.25))
         encoder.plane.send(cluster.plane.address, msgspec.structs.replace(encoder.report(1), costs=costs))
-        await settled(lambda: bool(cluster.service.metrics.reports.encoders))
+        await settled(lambda: bool(cluster.service.reports.encoders))
         labels = {"encoder": "encoder-0", "modality": "audio"}
         assert value(cluster, "weft_encoder_modality_seconds_per_cost", **labels) == 3e-6
         assert value(cluster, "weft_encoder_modality_overhead_seconds", **labels) == 0.25

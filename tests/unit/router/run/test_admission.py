@@ -54,7 +54,7 @@ def report(cluster: FakeCluster, used: int, seq: int, at: int = 0, **fields: obj
 
 async def reported(cluster: FakeCluster, used: int, seq: int, **fields: object) -> None:
     report(cluster, used, seq, **fields)
-    last, name = cluster.service.metrics.reports.workers, cluster.workers[0].member_id
+    last, name = cluster.service.reports.workers, cluster.workers[0].member_id
     await settled(lambda: name in last and last[name].seq == seq)
 
 
@@ -155,7 +155,7 @@ async def test_a_request_that_has_begun_is_not_refused_for_room() -> None:
     """Its worker dies, and the other one has no room; after the wait it queues there, and keeps its tokens."""
     async with waiting_cluster(num_workers=2) as cluster:
         first, second = cluster.workers
-        reports = cluster.service.metrics.reports.workers
+        reports = cluster.service.reports.workers
         report(cluster, 0, 1)
         report(cluster, NUM_BLOCKS, 1, at=1)
         await settled(lambda: len(reports) == 2)
@@ -184,7 +184,7 @@ async def test_a_worker_that_is_too_small_is_never_chosen() -> None:
         engine = EngineStats(kv_blocks_total=10 * NUM_BLOCKS)
         report(cluster, 0, 1)
         large.plane.send(cluster.plane.address, msgspec.structs.replace(large.report(1), engine=engine))
-        await settled(lambda: len(cluster.service.metrics.reports.workers) == 2)
+        await settled(lambda: len(cluster.service.reports.workers) == 2)
         for _ in range(4):
             stream = await cluster.service.open(chat("x" * (NUM_BLOCKS + 1) * BLOCK))
             assert (await read(stream))[0] == [answer(stream)]
@@ -530,16 +530,10 @@ def test_a_tenant_is_charged_for_every_picture_of_its_request() -> None:
 
 def test_the_length_of_answers_is_learned_by_tenant() -> None:
     class Counted:
-        def labels(self, *names: str) -> Counted:
-            return self
-
-        def inc(self, amount: float) -> None:
+        def observe_charge(self, tenant: str, num_tokens: int, encoder_s: float) -> None:
             return
 
-    class Series:
-        tenant_tokens = tenant_encoder_s = Counted()
-
-    ledger = TenantLedger(RouterConfig(TINY_MODEL, 1.0, BLOCK), Series())
+    ledger = TenantLedger(RouterConfig(TINY_MODEL, 1.0, BLOCK), Counted())
     for _ in range(100):
         ledger.settle("long", 0.0, AttemptUsage(10, 2000, 0.0, num_choices=2))
     ledger.settle("long", 0.0, AttemptUsage(10, 1, 0.0, is_complete=False))

@@ -1,0 +1,57 @@
+"""Counts what a worker pulls, by the class of the link on which it comes.
+
+The class of a link follows from the places of its two ends. The composition root passes the rule in, because it belongs
+to the planner. The module is pure, and knows nothing of what classes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from copy import copy
+
+from fabric.contracts import LinkStats, Member, MemberId
+
+LinkClassOf = Callable[[Member, Member], str]
+"""Returns the name of the class of the link over which the second member reads from the first."""
+UNKNOWN = "unknown"
+"""Stands for the class of a link whose ends are not both known."""
+
+
+class LinkMeter:
+    """Counts the pulls of one worker. There are no more sums than classes."""
+
+    def __init__(self, member_id: MemberId) -> None:
+        self._member_id = member_id
+        self._class_of: LinkClassOf = lambda source, target: UNKNOWN
+        self._source_to_link: dict[str, str] = {}
+        self._link_to_stats: dict[str, LinkStats] = {}
+
+    def classify(self, class_of: LinkClassOf) -> None:
+        """Takes the rule. Without it, all links are of the class `unknown`."""
+        self._class_of = class_of
+
+    def update(self, members: Iterable[Member]) -> None:
+        """Takes the list of current members, in which the worker itself and the encoders matter."""
+        agents = {member.transfer_agent: member for member in members if member.transfer_agent}
+        own = next((member for member in agents.values() if member.member_id == self._member_id), None)
+        others = {} if own is None else {name: each for name, each in agents.items() if each is not own}
+        self._source_to_link = {name: self._class_of(each, own) for name, each in others.items() if own is not None}
+
+    def landed(self, source: str, num_bytes: int, seconds: float) -> None:
+        """Counts a pull from a transfer agent that brought a unit."""
+        stats = self._stats(source)
+        stats.num_pulls += 1
+        stats.pulled_bytes += num_bytes
+        stats.pull_s += max(0.0, seconds)
+
+    def failed(self, source: str) -> None:
+        """Counts a pull from a transfer agent that brought nothing."""
+        self._stats(source).num_failed += 1
+
+    def stats(self) -> tuple[LinkStats, ...]:
+        """Returns copies of the sums, in the order of the classes' names."""
+        return tuple(copy(stats) for _, stats in sorted(self._link_to_stats.items()))
+
+    def _stats(self, source: str) -> LinkStats:
+        link = self._source_to_link.get(source, UNKNOWN)
+        return self._link_to_stats.setdefault(link, LinkStats(link))
