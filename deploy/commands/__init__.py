@@ -7,6 +7,8 @@ module when the command runs, so that `weft version` takes no second.
     config_checks    `weft check`, `weft key`
     cluster_status   `weft status`
     request_waterfall  `weft trace`
+    chat_session   `weft chat`
+    chat_history   keeps a conversation, and reads streamed answers
     cluster_client   asks a cluster over HTTP, and says what to do when that fails
     cluster_view     reads what a cluster says of itself, and computes rates
     terminal         prints tables, words and colours

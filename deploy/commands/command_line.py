@@ -81,6 +81,7 @@ def build_parser() -> WeftParser:
     _add_measurements(commands)
     _add_status(commands)
     _add_trace(commands)
+    _add_chat(commands)
     demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
     _add_cluster_options(demo)
     demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
@@ -187,6 +188,22 @@ def _add_trace(commands: Commands[WeftParser]) -> None:
     trace.set_defaults(run=_trace)
 
 
+def _add_chat(commands: Commands[WeftParser]) -> None:
+    chat = commands.add_parser("chat", help="talks with the model in the terminal, or asks it one question in a pipe")
+    chat.add_argument("message", nargs="*", metavar="QUESTION", help="is asked; then the command ends")
+    for modality, what in (("image", "a picture"), ("video", "a video"), ("audio", "a sound")):
+        chat.add_argument(
+            f"--{modality}", action="append", metavar="FILE", help=f"attaches {what}, a file or a URL, to the question"
+        )
+    chat.add_argument("--system", metavar="TEXT", help="tells the model how to answer")
+    chat.add_argument("--model", metavar="NAME", help="asks for this model (default: the one that the cluster serves)")
+    chat.add_argument("--temperature", type=float, help="sets how freely words are drawn; 0 takes the likeliest")
+    chat.add_argument("--max-tokens", type=int, metavar="N", help="ends each answer after this many tokens")
+    chat.add_argument("--seed", type=int, help="seeds the random numbers of answers")
+    _add_cluster_options(chat)
+    chat.set_defaults(run=_chat)
+
+
 def _seconds(text: str) -> float:
     """Reads a time of zero or more seconds."""
     value = float(text)
@@ -261,6 +278,12 @@ def _trace(arguments: argparse.Namespace) -> int:
     from deploy.commands.request_waterfall import trace
 
     return trace(arguments)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from deploy.commands.chat_session import chat
+
+    return chat(arguments)
 
 
 def _version(_: argparse.Namespace) -> int:
