@@ -415,14 +415,10 @@ def http_limits(config: ClusterConfig) -> HttpLimits:
     return replace(limits, write_timeout_s=server.write_timeout_s, min_body_bytes_per_s=server.min_body_bytes_per_s)
 
 
-def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
-    """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
-    from modalities import probing
-    from router.prompt import PromptBuilder
-    from router.service import RouterService
-
+def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
+    """Returns the config of each router."""
     media = config.media
-    router_config = RouterConfig(
+    return RouterConfig(
         model_name=model.name,
         system_fingerprint=system_fingerprint(model),
         version=metadata.version("weft"),
@@ -483,6 +479,15 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
         on_encode_failure=media.on_encode_failure,
         encode_timeout_ms=MODALITY_TO_ENCODE_TIMEOUT_MS | media.encode_timeout_ms,
     )
+
+
+def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane: Plane, pools: Pools) -> RouterService:
+    """Builds a router; it reads the tokenizer and needs no torch. The router's helper processes start with it."""
+    from modalities import probing
+    from router.prompt import PromptBuilder
+    from router.service import RouterService
+
+    media, settings = config.media, router_config(config, model)
     limits = probing.ProbeLimits(
         modality_to_cpu_s=probing.MODALITY_TO_CPU_S | media.probe_cpu_s,
         memory_bytes=media.probe_memory_bytes,
@@ -490,5 +495,5 @@ def build_router(config: ClusterConfig, model: Model, member_id: MemberId, plane
     )
     prober = probing.ProbePool(media.probe_processes, limits)
     codec, fetcher = TextCodec.load(model.directory), build_fetcher(config)
-    prompt_builder = PromptBuilder(router_config, model.family, codec, REGISTRY, prober, fetcher)
-    return RouterService(member_id, router_config, prompt_builder, plane, pools, SystemClock())
+    prompt_builder = PromptBuilder(settings, model.family, codec, REGISTRY, prober, fetcher)
+    return RouterService(member_id, settings, prompt_builder, plane, pools, SystemClock())

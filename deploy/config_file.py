@@ -78,6 +78,11 @@ def check_config(text: str) -> tuple[ClusterConfig | None, list[Problem]]:
         return None, [_problem(item, marks) for item in error.errors()]
 
 
+def flaws_of(error: ValidationError) -> list[str]:
+    """Returns what is wrong with a config that is in no file: each flaw with its key."""
+    return [str(_problem(item, {})) for item in error.errors()]
+
+
 def _problem(item: ErrorDetails, marks: dict[tuple[str | int, ...], Mark]) -> Problem:
     location = item["loc"]
     message = _unknown_key(location) if item["type"] == "extra_forbidden" else describe_flaw(item, "the value")

@@ -69,14 +69,24 @@ def configure_logs(
             kind = JsonFormatter if section.format == "json" else TextFormatter
             handler.setFormatter(kind(member_id))
     logging.basicConfig(level=logging.WARNING, handlers=handlers, force=True)
-    for name in OUR_PACKAGES:
-        logging.getLogger(name).setLevel(section.level.upper())
+    set_levels(section)
     collect_library_logs(section)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda args: _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
     if why_not is not None:
         logger.warning("the log can't be written to %s, so it goes to standard error: %s", section.dir, why_not)
+
+
+def set_levels(section: LoggingSection, before: LoggingSection | None = None) -> None:
+    """Sets the levels of our own loggers and of those that the section names. A logger that only `before` named, the
+    section that held until now, follows the loggers above it again."""
+    for name in () if before is None else before.levels.keys() - section.levels.keys():
+        logging.getLogger(name).setLevel(logging.NOTSET)
+    for name in OUR_PACKAGES:
+        logging.getLogger(name).setLevel(section.level.upper())
+    for name, level in section.levels.items():
+        logging.getLogger(name).setLevel(level.upper())
 
 
 def collect_library_logs(section: LoggingSection) -> None:

@@ -7,6 +7,7 @@ the requests' runs do.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 import time
@@ -141,6 +142,18 @@ class RouterService:
         metrics.watch_waiting(lambda: self._gate.num_waiting)
         metrics.watch_prompts(lambda: self.admission.prompt_tokens)
         self._cluster_metrics = ClusterMetrics(member_id, plane, metrics, config.shows_members)
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Takes the limits and policies of `config` for all requests that come from now on; those in flight keep what
+        they began with. The caller must not change a field of another kind, such as the planner's sizes. Raises
+        ConfigError, and changes nothing, if the config can't be used: its file of keys has a flaw, or it serves a
+        modality without which this router has started."""
+        keys = KeyBook(config.tenants, self._context.clock, config.keys_file, config.operator_digests)
+        self._prompt_builder.reconfigure(config)
+        self.admission.reconfigure(config)
+        self._context.ledger.reconfigure(config)
+        self.keys, self.config = keys, config
+        self._context = dataclasses.replace(self._context, config=config)
 
     # ------------------------------------------------------------ start, stop and members
 

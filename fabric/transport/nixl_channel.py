@@ -12,11 +12,14 @@ memory or RDMA do not).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import logging
+import logging.config
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from fabric.contracts import Clock, ConfigError, FeatureTicket, SystemClock, TransferFailed
@@ -48,11 +51,25 @@ def check_installed() -> None:
     raise ConfigError(_MISSING)
 
 
+@contextlib.contextmanager
+def _logging_as_it_is() -> Iterator[None]:
+    """Keeps the block from configuring the process's logging. The wheel does so when it is imported, which closes every
+    handler of the process. Ray Serve then can't find a replica's log any more, and stops the replica as soon as Serve's
+    controller has restarted."""
+    configure = logging.config.dictConfig
+    logging.config.dictConfig = lambda config: None
+    try:
+        yield
+    finally:
+        logging.config.dictConfig = configure
+
+
 def _load_nixl() -> Any:
     """Returns NIXL's Python API, from the wheel that is installed. Raises ConfigError if there is none."""
     for name in _MODULES:
         try:
-            return importlib.import_module(name)
+            with _logging_as_it_is():
+                return importlib.import_module(name)
         except ImportError:
             continue
     raise ConfigError(_MISSING)

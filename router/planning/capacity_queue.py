@@ -167,10 +167,14 @@ class TenantShares:
 
     def __init__(self, tenant_to_weight: Mapping[str, float] | None = None) -> None:
         """Starts with all tenants equal. A tenant without a weight has the weight 1."""
-        self._tenant_to_weight = dict(tenant_to_weight or {})
+        self.set_weights(tenant_to_weight or {})
         self._tenant_to_time: dict[str, float] = {}
         self._num_waiting: Counter[str] = Counter()
         self._served_time = 0.0
+
+    def set_weights(self, tenant_to_weight: Mapping[str, float]) -> None:
+        """Sets the weights by which later costs count. What was charged before stays."""
+        self._tenant_to_weight = dict(tenant_to_weight)
 
     def time_of(self, tenant: str) -> float:
         """Returns the virtual time at which the tenant's next request begins."""

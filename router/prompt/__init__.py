@@ -1,12 +1,13 @@
 """Makes prompts from requests, and makes them again without what could not be encoded.
 
-`prompt_builder` checks, renders, tokenises and hashes a request, `url_media` has media fetched that the request names
-by URL, `named_media` keeps media that have a name, `given_features` reads features that clients send, `request_media`
-reads the headers of its media and plans them as items that fit the context, `generation_options` derives how tokens are
-drawn, when generation ends and what the output must match, `grammar_checks` compiles that once as workers do, and
-`answer_formats` decides how calls of tools and reasoning are written and read. The router service holds one
-`PromptBuilder`; a request's run sends the parts of a `Prompt` to members, and its degradation policy names what to
-leave out (`ItemKey`, `Losses`). The folder decodes no media, and knows nothing of workers, encoders or routes.
+`prompt_builder` checks, renders, tokenises and hashes a request, in the threads of `request_threads`, `url_media` has
+media fetched that the request names by URL, `named_media` keeps media that have a name, `given_features` reads features
+that clients send, `request_media` reads the headers of its media and plans them as items that fit the context,
+`generation_options` derives how tokens are drawn, when generation ends and what the output must match, `grammar_checks`
+compiles that once as workers do, and `answer_formats` decides how calls of tools and reasoning are written and read.
+The router service holds one `PromptBuilder`; a request's run sends the parts of a `Prompt` to members, and its
+degradation policy names what to leave out (`ItemKey`, `Losses`). The folder decodes no media, and knows nothing of
+workers, encoders or routes.
 """
 
 from router.prompt.answer_formats import PLAIN, AnswerPlan, new_call_id

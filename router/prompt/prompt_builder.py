@@ -3,9 +3,9 @@
 
 The work is split in two, because the degradation policy plans a request again: `read` runs once, and `plan` runs again
 each time something has to be left out. Cheap checks come first; expensive work (JSON, base64, hashing, tokenising) runs
-in threads of its kind (`RequestThreads`). Nothing that a client sends is read in the event loop's own executor: a few
-large media would fill it and delay the reading of every other request. The module decodes no pixels and knows nothing
-of workers.
+in threads of its kind (`RequestThreads`, `request_threads.py`). Nothing that a client sends is read in the event loop's
+own executor: a few large media would fill it and delay the reading of every other request. The module decodes no pixels
+and knows nothing of workers.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import ParamSpec, TypeVar
 
 from fabric.contracts import (
+    ConfigError,
     ContextLengthExceeded,
     InvalidRequest,
     KvScheme,
@@ -73,6 +72,7 @@ from router.prompt.request_media import (
     ProbedMedium,
     Prober,
 )
+from router.prompt.request_threads import RequestThreads, Work
 from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 from router.router_config import RouterConfig
 
@@ -202,6 +202,7 @@ class PromptBuilder:
     ) -> None:
         self.family = family
         self.max_items = served_items(family, config.max_items_per_prompt)
+        self._started_with = frozenset(self.max_items)
         self._config = config
         self.codec = codec
         self._registry = registry
@@ -235,6 +236,20 @@ class PromptBuilder:
             self._registry.modality(name).needs_process for name in self.max_items if self._registry.has_modality(name)
         ):
             await self._prober.start()
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Takes the limits and policies of `config` for the requests that are read from now on. Raises ConfigError, and
+        changes nothing, if a modality is served for which nothing was started."""
+        max_items = served_items(self.family, config.max_items_per_prompt)
+        if missing := sorted(max_items.keys() - self._started_with):
+            raise ConfigError(
+                f"this router started without {', '.join(missing)} (media.limit_mm_per_prompt), and serves a further "
+                "modality only after a restart"
+            )
+        if config.grammar != self._config.grammar:
+            self._grammars = GrammarChecks(self.codec, self.family.shape.vocab_size, config.grammar)
+        self.max_items = self._reader.max_items = max_items
+        self._config = config
 
     def use_schemes(self, schemes: Collection[KvScheme]) -> None:
         """Sets the schemes for which later prompts are hashed in the thread that makes them. A prompt computes the
@@ -556,44 +571,3 @@ def _check_parts(chat: ChatRequest, most: int) -> None:
     num_parts = sum(len(message.content) for message in chat.messages if isinstance(message.content, list))
     if num_parts > most:
         raise InvalidRequest(f"a request may have at most {most} content parts, not {num_parts}", param="messages")
-
-
-# ------------------------------------------------------------ the threads of a router
-
-NUM_THREADS = 2
-"""Each kind of work has this many threads. They share the interpreter's lock: with more threads, the event loop would
-wait for more of them."""
-
-
-class Work(Enum):
-    """`Work` lists the kinds of reading; each kind has threads of its own."""
-
-    BODY = "body"
-    """Parses JSON."""
-    LARGE_BODY = "large body"
-    """Parses JSON that has media in it."""
-    MEDIA = "media"
-    """Decodes base64, reads the first bytes of files, and computes digests."""
-    PROMPT = "prompt"
-    """Renders templates, and makes tokens and block hashes."""
-    MEDIA_PROMPT = "prompt with media"
-    """Does the same for prompts with media, and plans these."""
-    GRAMMAR = "grammar"
-
-
-class RequestThreads:
-    """Holds `NUM_THREADS` threads for each kind of work, so that no kind of work waits for another. It lives as long as
-    its router, until `close`, and knows nothing of what the work is."""
-
-    def __init__(self) -> None:
-        self._pools = {work: ThreadPoolExecutor(NUM_THREADS, thread_name_prefix=work.value) for work in Work}
-
-    async def run(self, work: Work, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Runs `function` in a thread for `work`, and returns its result."""
-        assert not kwargs, "positional arguments alone reach the thread"
-        return await asyncio.get_running_loop().run_in_executor(self._pools[work], function, *args)
-
-    def close(self) -> None:
-        """Closes without waiting: running work ends by itself, and waiting work is dropped."""
-        for pool in self._pools.values():
-            pool.shutdown(wait=False, cancel_futures=True)

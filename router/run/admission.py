@@ -153,23 +153,31 @@ class Admission:
     def __init__(self, config: RouterConfig, clock: Clock) -> None:
         self._clock = clock
         self._retry_after_s = config.retry_after_s
-        self._router = UsageLimits(
-            UsageLimit(config.max_in_flight), UsageLimit(config.max_bodies_bytes), UsageLimit(config.max_prompt_tokens)
-        )
-        self._tenants = {
-            each.name: UsageLimits(
-                UsageLimit(each.max_in_flight), UsageLimit(each.max_bodies_bytes), UsageLimit(each.max_prompt_tokens)
-            )
-            for each in (ANONYMOUS, *config.tenants)  # A configured tenant may have the same name.
-        }
-        self._name_to_most = {each.name: each.max_in_flight for each in config.tenants}
+        self._router = UsageLimits(UsageLimit(None), UsageLimit(None), UsageLimit(None))
+        self._tenants: dict[str, UsageLimits] = {}
+        """Holds also the tenants that a later config no longer has, because their requests may be in flight."""
         self._num_routers = 1
         self._key_to_requests: dict[str, UsageLimit] = {}
         """Holds the keys that have a limit of their own and requests in flight."""
         self.rates = RateLimiter(config.rate_burst_s, clock)
-        self._with_media = UsageLimit(config.max_in_flight - config.max_in_flight // TEXT_SHARE_OF_PLACES)
+        self._with_media = UsageLimit(None)
         self._when_empty: list[Callable[[], None]] = []
         self.is_closed = False
+        self.reconfigure(config)
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Takes the limits of `config` for what is admitted from now on. What is in flight stays, also beyond a lower
+        limit, and what tenants have used of a quota that stays the same counts on."""
+        most = (config.max_in_flight, config.max_bodies_bytes, config.max_prompt_tokens)
+        for budget, limit in zip(self._router, most, strict=True):
+            budget.limit = limit
+        self._with_media.limit = config.max_in_flight - config.max_in_flight // TEXT_SHARE_OF_PLACES
+        for each in (ANONYMOUS, *config.tenants):  # A configured tenant may have the same name.
+            own = self._tenants.setdefault(each.name, UsageLimits(UsageLimit(None), UsageLimit(None), UsageLimit(None)))
+            own.requests.limit, own.bodies.limit = each.max_in_flight, each.max_bodies_bytes
+            own.tokens.limit = each.max_prompt_tokens
+        self._name_to_most = {each.name: each.max_in_flight for each in config.tenants}
+        self.share(self._num_routers)
 
     @property
     def num_in_flight(self) -> int:
@@ -406,6 +414,11 @@ class TenantLedger:
         self._tokens_per_encoder_second = config.tokens_per_encoder_second
         self._metrics = metrics
         self._tenant_to_answer_tokens: dict[str, float] = {}
+
+    def reconfigure(self, config: RouterConfig) -> None:
+        """Takes the weights and the rate of `config` for what is charged from now on."""
+        self.shares.set_weights({each.name: each.weight for each in config.tenants})
+        self._tokens_per_encoder_second = config.tokens_per_encoder_second
 
     def charge(self, tenant: str, plan: RoutePlan, max_answer_tokens: int, num_choices: int) -> float:
         """Charges a request by its plan, and returns the charge. `max_answer_tokens` limits each choice."""

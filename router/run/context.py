@@ -72,7 +72,8 @@ class Tasks:
 
 @dataclass(frozen=True, slots=True)
 class RouterContext:
-    """A `RouterContext` holds what all requests of one router share. It lives as long as the router."""
+    """A `RouterContext` holds what all requests of one router share. It lives as long as the router. Once limits change
+    while the router serves, later requests get a copy with another config, which shares everything else."""
 
     member_id: MemberId
     config: RouterConfig
