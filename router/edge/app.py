@@ -225,7 +225,7 @@ class HttpEdge:
         is_handed_on = False
         try:
             terms = BodyTerms(request.headers.get("content-type", ""), service.config)
-            asked = await service.parse(lambda body: endpoint.read(body, terms), opened.body)
+            asked = await self._asked(request, lambda body: endpoint.read(body, terms), opened.body)
             stream = await watch.race(self._open(asked, tickets, client_label(request)))
             head = Head(
                 endpoint.id_prefix + stream.request_id,
@@ -249,6 +249,14 @@ class HttpEdge:
                 if stream is not None:
                     stream.close()
                 watch.close()
+
+    async def _asked(self, request: Request, read: Callable[[bytes], Asked], body: bytes) -> Asked:
+        """Returns what a body asks for. Raises InvalidRequest, and counts such a request, which gets no trace."""
+        try:
+            return await self._service.parse(read, body)
+        except WeftError as error:
+            self._service.count_refusal(caller_of(request.scope), error)
+            raise
 
     async def _written(self, stream: JoinedStreams, writer: AnswerWriter) -> bytes:
         """Returns a whole answer once it has ended. One with many log-probabilities takes long to write, so a thread

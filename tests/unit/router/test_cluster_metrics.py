@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TypeVar, get_type_hints
 
 import msgspec
 import pytest
@@ -12,6 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import router.observe.cluster_series
 from deploy.testing import LocalHub, LocalPlane
 from fabric.contracts import (
+    EncodeCost,
+    EncoderReport,
     EngineStats,
     FeatureStats,
     LinkStats,
@@ -22,11 +27,14 @@ from fabric.contracts import (
     PlaneMessage,
     ProcessStats,
     WorkerReport,
+    metrics_of,
 )
+from fabric.contracts.reported_metrics import ReportedMetric
 from router.observe import ClusterMetrics, MemberReports, MembershipSeries, RouterMetrics, report_exposition
 from router.observe.router_metrics import written
 from router.observe.usage_series import MAX_NAMES
 
+Struct = TypeVar("Struct", bound=msgspec.Struct)
 REPORT = WorkerReport(MemberId("worker-0"), 1, 1, (), EngineStats(num_running=3, steps=5), FeatureStats())
 
 
@@ -207,3 +215,46 @@ async def test_a_scrape_of_200_members_has_all_of_them() -> None:
     assert text == (await alone.cluster.exposition())
     print(f"{len(text)} bytes for 200 members; seconds by number: {seconds}")
     assert text.count(b"weft_worker_num_running{") == 200
+
+
+# ------------------------------------------------------------ every field of a report
+
+
+def numbered(struct: type[Struct], numbers: Iterator[int], **others: object) -> Struct:
+    """Returns a struct in which each number that declares a metric differs from all others."""
+    values = dict(others)
+    for field, hint in get_type_hints(struct, include_extras=True).items():
+        bare = get_type_hints(struct)[field]
+        if field in values:
+            continue
+        if isinstance(bare, type) and issubclass(bare, msgspec.Struct):
+            values[field] = numbered(bare, numbers)
+        elif any(isinstance(each, ReportedMetric) for each in getattr(hint, "__metadata__", ())):
+            values[field] = bare(next(numbers))
+    return struct(**values)
+
+
+def expected_lines(struct: Struct, labels: str) -> list[str]:
+    """Returns the lines of an exposition that the fields of a struct stand for."""
+    return [
+        f"{metric.name}{'_total' if metric.kind == 'counter' else ''}{{{labels}}} {float(attrgetter(path)(struct))}"
+        for path, metric in metrics_of(type(struct))
+    ]
+
+
+def test_every_field_of_a_report_is_shown_by_the_metric_that_it_declares() -> None:
+    """Each field has a value of its own, so a metric that shows another field fails."""
+    numbers = iter(range(1000, 2000))
+    link = numbered(LinkStats, numbers, link="rdma")
+    cost = numbered(EncodeCost, numbers, modality="image")
+    worker = numbered(WorkerReport, numbers, worker_id="m", epoch=1, seq=1, acknowledged=(), links=(link,))
+    encoder = numbered(EncoderReport, numbers, encoder_id="m", epoch=1, seq=1, acknowledged=(), costs=(cost,))
+    for report, kind, inner in ((worker, "worker", (link, 'link="rdma",')), (encoder, "encoder", (cost, ""))):
+        struct, label = inner
+        lines = report_exposition(report).decode().splitlines()
+        wanted = expected_lines(report, f'{kind}="m"')
+        wanted += expected_lines(report.process, f'kind="{kind}",member="m"')
+        wanted += expected_lines(struct, f'{label}{kind}="m"' if label else 'encoder="m",modality="image"')
+        assert len(wanted) > 40
+        assert sorted(set(wanted) - set(lines)) == []
+        assert sum(not line.startswith("#") for line in lines) == len(wanted)
