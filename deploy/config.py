@@ -140,6 +140,8 @@ class RouterSection(Section):
     ray_resources: RayResources = Field({})
     """Maps custom resources of Ray to the amount that each router takes, so that routers run only on nodes that have
     them (`ray start --resources`)."""
+    cpus_per_replica: float = Field(0, ge=0)
+    """Sets the number of CPUs that Ray reserves for each router; 0 reserves none."""
     max_in_flight: int = Field(default_of(RouterConfig, "max_in_flight"), ge=1)
     """Limits the requests that each router has admitted and not ended; a further request is answered 429."""
     max_bodies_bytes: Bytes = default_of(RouterConfig, "max_bodies_bytes")
@@ -206,6 +208,8 @@ class EncoderSection(Section):
     ray_resources: RayResources = Field({})
     """Maps custom resources of Ray to the amount that each encoder takes, so that encoders run only on nodes that have
     them."""
+    cpus_per_replica: float = Field(0, ge=0)
+    """Sets the number of CPUs that Ray reserves for each encoder; 0 reserves none."""
     arena_bytes: Bytes | None = None
     """Sets the size of each encoder's memory for features. With None, the encoders share 16 GB equally,
     or an eighth of the machine's memory if that is less."""
@@ -275,6 +279,8 @@ class WorkerSection(Section):
     ray_resources: RayResources = Field({})
     """Maps custom resources of Ray to the amount that each rank takes, so that workers run only on nodes that have
     them."""
+    cpus_per_replica: float = Field(0, ge=0)
+    """Sets the number of CPUs that Ray reserves for each rank; 0 reserves none."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Each rank of a replica waits this many seconds for the others in a step; then the replica counts as lost."""
     block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)

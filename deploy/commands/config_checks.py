@@ -1,5 +1,5 @@
-"""Implements `weft check`, which says whether a cluster could start from a config file and what it would take, and
-`weft key new`, which makes a line for the file of keys.
+"""Implements `weft check`, which says whether a cluster could start from a config file, or from what is submitted to
+Ray Serve, and what it would take, and `weft key new`, which makes a line for the file of keys.
 
 Both print for people and start nothing. The module knows nothing of clusters that run.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from deploy.config_file import check_config
 from deploy.limit_table import check_files, limit_lines
+from deploy.serve_config import check_submitted
 from deploy.sizing import budget_lines, check_budget
 from router.run import NO_TENANT, new_key
 
@@ -22,7 +22,7 @@ def check(arguments: argparse.Namespace) -> int:
     except OSError as error:
         print(f"weft: the config file {arguments.file} can't be read: {error.strerror}", file=sys.stderr)
         return 1
-    config, problems = check_config(text)
+    config, problems = check_submitted(text)
     for problem in problems:
         print(f"{arguments.file}: {problem}", file=sys.stderr)
     if config is None:

@@ -113,7 +113,7 @@ def _say_stopping(config: ClusterConfig) -> None:
 def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object]) -> ClusterConfig:
     """Returns the config with the values of the command line (all that are not None) in place of its own. Validates the
     result again."""
-    data = config.model_dump()
+    data = config.model_dump(by_alias=True)
     for (section, key), value in key_to_value.items():
         if value is not None:
             data[section][key] = value

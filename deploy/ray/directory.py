@@ -1,5 +1,9 @@
 """Runs the directory of members as a named Ray actor, and the heartbeat that each member sends to it.
 
+The directory belongs to the process of `weft serve`, which creates it (`claim_name`). An application that was submitted
+to Serve itself has no such process. Its replicas create the directory (`keep_directory`), and it ends by itself once
+no member and no replica of the application is left.
+
 Every heartbeat carries the whole member record, so a restarted actor knows all members again after one period. It also
 carries the version of the view that the member has, and the answer contains what has changed since. The module knows
 nothing of what members do.
@@ -10,13 +14,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import ActorDiedError, RayError
 
-from fabric.contracts import ConfigError, Member, MemberId, SystemClock
+from deploy.ray.removal import replica_names
+from fabric.contracts import ConfigError, Member, MemberId, SystemClock, Unavailable
 from fabric.transport import Directory, Membership, PlaneKeys, ViewChange
 
 logger = logging.getLogger("weft.directory")
@@ -26,6 +33,8 @@ NAMESPACE = "weft"
 LEASE_S = 5.0
 CLAIM_S = 5.0
 RETRY_S = 0.5
+LOOK_S = 1.0
+NUM_LOOKS = 2
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
@@ -33,14 +42,42 @@ class DirectoryActor:
     """Runs a `fabric.transport.membership.Directory` as an actor. Its answers carry the actor's epoch, because it
     forgets all members when it restarts."""
 
-    def __init__(self, lease_s: float, plane_keys: PlaneKeys) -> None:
+    def __init__(self, lease_s: float, plane_keys: PlaneKeys, application: str | None = None) -> None:
+        """`application` names the Serve application with which the directory ends; None means that the process that
+        created it owns it."""
         self._plane_keys = plane_keys
         self._directory = Directory(SystemClock(), lease_s)
         self._epoch = time.time_ns()
+        self._application = application
+        self._lock = threading.Lock()
+        self._is_ending = False
+        if application is not None:
+            watch = partial(self._end_with, application, ray.get_runtime_context().current_actor)
+            threading.Thread(target=watch, name="weft-directory-end", daemon=True).start()
+
+    def _end_with(self, application: str, own: ray.actor.ActorHandle) -> None:
+        """Ends this actor when it was found `NUM_LOOKS` times in a row that no member and no replica is left."""
+        num_missing = 0
+        while num_missing < NUM_LOOKS:
+            time.sleep(LOOK_S)
+            with self._lock:
+                is_idle = not self._directory.view().members
+            num_missing = num_missing + 1 if is_idle and not _may_run(application) else 0
+            with self._lock:
+                if num_missing == NUM_LOOKS and self._directory.view().members:
+                    num_missing = 0
+                self._is_ending = num_missing == NUM_LOOKS
+        ray.kill(own, no_restart=True)
 
     def heartbeat(self, member: Member, known: tuple[int, int] | None) -> tuple[int, float, ViewChange]:
         """Takes a member's record, and the epoch and version of the view that it has. Returns the actor's epoch, the
-        seconds until the member's next heartbeat, and what has changed."""
+        seconds until the member's next heartbeat, and what has changed. Raises Unavailable if the directory ends."""
+        with self._lock:
+            return self._beat(member, known)
+
+    def _beat(self, member: Member, known: tuple[int, int] | None) -> tuple[int, float, ViewChange]:
+        if self._is_ending:
+            raise Unavailable("this directory ends, because its application was deleted")
         version = known[1] if known is not None and known[0] == self._epoch else None
         change = self._directory.heartbeat(member, version)
         return self._epoch, self._directory.period_s, change
@@ -50,15 +87,31 @@ class DirectoryActor:
         constructor its first arguments again."""
         return self._plane_keys
 
+    def application(self) -> str | None:
+        """Returns the Serve application with which the directory ends, or None if a server owns it."""
+        return self._application
+
     def leave(self, member_id: MemberId) -> None:
-        self._directory.leave(member_id)
+        with self._lock:
+            self._directory.leave(member_id)
 
     def pid(self) -> int:
         """Returns the id of the actor's process, for people and benchmarks."""
         return os.getpid()
 
     def members(self) -> tuple[Member, ...]:
-        return self._directory.view().members
+        with self._lock:
+            return self._directory.view().members
+
+
+def _may_run(application: str) -> bool:
+    """Returns whether a replica of the application runs or starts, or Ray can't be asked now. Serve itself is not
+    asked: a directory without members has nothing to lose, also if the application is still there."""
+    try:
+        return bool(replica_names(application))
+    except (RayError, TimeoutError) as error:
+        logger.warning("Ray did not answer whether replicas of %r run (%s)", application, type(error).__name__)
+        return True
 
 
 def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHandle:
@@ -79,6 +132,25 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
         time.sleep(RETRY_S)
 
 
+def keep_directory(cluster: str, application: str) -> ray.actor.ActorHandle:
+    """Returns the directory of a cluster without a server, and creates it with new keys if there is none. Ray creates
+    one of a name only, so replicas may call this at the same time."""
+    return DirectoryActor.options(  # type: ignore[attr-defined]  # added by ray.remote
+        name=f"{cluster}-directory", namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+    ).remote(LEASE_S, PlaneKeys.make(), application)
+
+
+def check_unclaimed(cluster: str) -> None:
+    """Raises ConfigError if a server of `weft serve` owns a cluster with that name on this Ray."""
+    try:
+        owner = ray.get(directory_actor(cluster).application.remote(), timeout=CLAIM_S)
+    except (ValueError, RayError):  # There is none, or it is about to end.
+        return
+    if owner is None:
+        message = f"a server runs a cluster named {cluster!r} on this Ray; set ray.cluster_name to another name"
+        raise ConfigError(message)
+
+
 def directory_actor(cluster: str) -> ray.actor.ActorHandle:
     """Returns the directory of the cluster with that name. Raises ValueError if there is none."""
     return ray.get_actor(f"{cluster}-directory", namespace=NAMESPACE)
@@ -96,6 +168,7 @@ class Heartbeat:
 
     def __init__(self, cluster: str, member: Member, on_change: Callable[[Sequence[Member]], None]) -> None:
         self._cluster = cluster
+        self._is_directory_dead = False
         self._member = member
         self._on_change = on_change
         self._membership = Membership(SystemClock(), LEASE_S)
@@ -106,6 +179,12 @@ class Heartbeat:
         self._actor = directory_actor(self._cluster)
         await self._beat()
         self._task = asyncio.create_task(self._run(), name="weft-heartbeat")
+
+    def check(self) -> None:
+        """Raises Unavailable if the directory has ended for good. Another one has other keys, so this member can't go
+        on under it."""
+        if self._is_directory_dead:
+            raise Unavailable("the directory of the cluster was removed, so this member must start again")
 
     async def stop(self) -> None:
         """Leaves the directory at once, so that routers stop planning with this member."""
@@ -125,6 +204,7 @@ class Heartbeat:
             try:
                 await asyncio.wait_for(self._beat(), timeout=LEASE_S)
             except (RayError, TimeoutError) as error:
+                self._is_directory_dead = isinstance(error, ActorDiedError)
                 logger.warning(
                     "the directory did not answer (%s); the member keeps its last view of the cluster",
                     type(error).__name__,

@@ -95,13 +95,13 @@ def live_nodes() -> list[RayNode]:
 
 def asked_resources(config: ClusterConfig) -> list[dict[str, float]]:
     """Returns what one replica of each part asks of its node."""
-    workers, encoders = config.workers, config.encoders
+    router, workers, encoders = config.router, config.workers, config.encoders
     asked = [
-        dict(config.router.ray_resources),
-        workers.ray_resources | {"GPU": workers.gpus_per_replica},
+        router.ray_resources | {"CPU": router.cpus_per_replica},
+        workers.ray_resources | {"GPU": workers.gpus_per_replica, "CPU": workers.cpus_per_replica},
     ]
     if encoders.replicas:
-        asked.append(encoders.ray_resources | {"GPU": encoders.gpus_per_replica})
+        asked.append(encoders.ray_resources | {"GPU": encoders.gpus_per_replica, "CPU": encoders.cpus_per_replica})
     return asked
 
 

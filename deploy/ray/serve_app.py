@@ -1,7 +1,8 @@
 """Defines the Serve application: three deployments, each a thin shell around one service.
 
 A shell (`EncoderReplica`, `WorkerReplica`, `RouterReplica`) builds the service in the replica's event loop, keeps its
-heartbeat with the directory, and forwards calls, health checks and the stop to the service. Serve calls `__del__` after
+heartbeat with the directory, and forwards calls, health checks and the stop to the service. Serve calls `reconfigure`
+with the live values of the config after the constructor, and again when they change, and it calls `__del__` after
 draining, so `__del__` stops the service. `build_app` connects the three. A worker with several ranks is rank 0 itself
 and starts its other rank processes as Ray actors (`launch_actor`), in the placement group that its deployment asks for.
 
@@ -26,11 +27,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from deploy import compose
 from deploy.config import ClusterConfig, EncoderSection, RouterSection, WorkerSection
 from deploy.http_server import router_server
-from deploy.logs import configure_logs
+from deploy.live_config import LiveConfig, live_values
+from deploy.logs import configure_logs, set_levels
 from deploy.node_metrics import Exposition, MemberMetrics, NodePort
 from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
-from deploy.ray.directory import Heartbeat, plane_keys
+from deploy.ray.directory import Heartbeat, keep_directory, plane_keys
 from deploy.ray.nodes import actor_environment, this_node
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
 from deploy.sizing import arena_bytes, inbox_bytes
@@ -57,16 +59,18 @@ STOP_S = 15.0
 """Serve gives a replica this many seconds to stop, in addition to the time to drain."""
 
 
-def build_app(config: ClusterConfig, model_dir: Path) -> Application:
-    """Returns the application graph: router -> workers, encoders."""
+def build_app(config: ClusterConfig, model_dir: Path, has_server: bool = True) -> Application:
+    """Returns the application graph: router -> workers, encoders. Without a server, no process owns the directory of
+    the cluster, so the replicas create it."""
     workers = _deployment(WorkerReplica, "worker", config, config.workers)
     if config.workers.tensor_parallel > 1:
         workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
     encoders = _deployment(EncoderReplica, "encoder", config, config.encoders)
     router = _deployment(RouterReplica, "router", config, config.router)
     directory = str(model_dir)
-    bound_encoders = encoders.bind(config, directory) if config.encoders.replicas else None
-    return router.bind(config, directory, workers.bind(config, directory), bound_encoders)
+    bound_encoders = encoders.bind(config, directory, has_server) if config.encoders.replicas else None
+    bound_workers = workers.bind(config, directory, has_server)
+    return router.bind(config, directory, has_server, bound_workers, bound_encoders)
 
 
 def _deployment(
@@ -76,12 +80,13 @@ def _deployment(
         replica,
         name=name,
         num_replicas=max(section.replicas, 1),
+        user_config=live_values(config),
         max_ongoing_requests=UNBOUNDED,
         graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         ray_actor_options={
-            "num_cpus": 0,
+            "num_cpus": section.cpus_per_replica,
             "num_gpus": 0 if isinstance(section, RouterSection) else section.gpus_per_replica,
             "resources": dict(section.ray_resources),
             "runtime_env": actor_environment(config),
@@ -96,11 +101,16 @@ def _deployment(
 class EncoderReplica:
     """Runs one encoder process on one device."""
 
-    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, model_dir: str, has_server: bool
+    ) -> None:
         from fabric.transport import NixlFeatureSource, ZmqPlane
 
         member_id = replica_id()
         configure_logs(config.logging, f"encoder-{member_id}", member_id)
+        await enter_cluster(config, has_server)
+        self._has_server = has_server
+        self._live = LiveConfig(config)
         node = this_node(config)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
@@ -129,12 +139,17 @@ class EncoderReplica:
         """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
         self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
 
+    async def reconfigure(self, values: dict[str, Any]) -> None:
+        self._live.change(values, change_levels)
+
     async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
         enter_request(request.request_id)
         return await self._service.encode(request, media)
 
     async def check_health(self) -> None:
         self._service.check_health()
+        if not self._has_server:
+            self._heartbeat.check()
 
     async def __del__(self) -> None:
         await self._heartbeat.stop()
@@ -148,11 +163,16 @@ class WorkerReplica:
     """Runs one LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several ranks. Rank 0 starts the
     others itself."""
 
-    async def __init__(self, config: ClusterConfig, model_dir: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, model_dir: str, has_server: bool
+    ) -> None:
         from fabric.transport import NixlFeatureSink, ZmqPlane
 
         member_id = replica_id()
         configure_logs(config.logging, f"worker-{member_id}", member_id)
+        await enter_cluster(config, has_server)
+        self._has_server = has_server
+        self._live = LiveConfig(config)
         node = this_node(config)
         compose.prepare_process(config)
         model = compose.load_model(config, Path(model_dir))
@@ -183,12 +203,17 @@ class WorkerReplica:
         """Leaves the directory at once. Serve replaces the replica after its health checks have failed."""
         self._leaving = asyncio.create_task(self._heartbeat.stop(), name="weft-leave")
 
+    async def reconfigure(self, values: dict[str, Any]) -> None:
+        self._live.change(values, change_levels)
+
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         enter_request(request.request_id)
         return await self._service.generate(request)
 
     async def check_health(self) -> None:
         self._service.check_health()
+        if not self._has_server:
+            self._heartbeat.check()
 
     async def __del__(self) -> None:
         await self._heartbeat.stop()
@@ -203,7 +228,12 @@ class RouterReplica:
     """Runs the HTTP front end and the planner. It holds no model weights."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, model_dir: str, workers: DeploymentHandle, encoders: DeploymentHandle | None
+        self,
+        config: ClusterConfig,
+        model_dir: str,
+        has_server: bool,
+        workers: DeploymentHandle,
+        encoders: DeploymentHandle | None,
     ) -> None:
         from fabric.transport import ZmqPlane
         from router.edge import create_app
@@ -211,10 +241,13 @@ class RouterReplica:
 
         member_id = replica_id()
         configure_logs(config.logging, f"router-{member_id}", member_id)
+        await enter_cluster(config, has_server)
+        self._has_server = has_server
+        self._live = LiveConfig(config)
         allow_many_files()
         keep_freed_memory()
         self._node = this_node(config)
-        model = compose.load_model(config, Path(model_dir))
+        self._model = model = compose.load_model(config, Path(model_dir))
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, self._node.address, compose.port_range(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
@@ -227,8 +260,19 @@ class RouterReplica:
         await self._heartbeat.start()
         self._drain_s = config.server.drain_s
         self._http = router_server(create_app(self._service), config)
-        await self._http.start()
-        freeze_what_lives()
+
+    async def reconfigure(self, values: dict[str, Any]) -> None:
+        """Takes the live values of the config. The first time it also opens the port, so no request meets other limits
+        or keys than these."""
+        is_first = not self._live.is_set
+        self._live.change(values, self._take)
+        if is_first:
+            await self._http.start()
+            freeze_what_lives()
+
+    def _take(self, before: ClusterConfig, config: ClusterConfig) -> None:
+        self._service.reconfigure(compose.router_config(config, self._model))
+        change_levels(before, config)
 
     def _take_members(self, members: Sequence[Member]) -> None:
         self._service.update_members(members)
@@ -252,6 +296,8 @@ class RouterReplica:
 
     async def check_health(self) -> None:
         self._service.check_health()
+        if not self._has_server:
+            self._heartbeat.check()
 
     async def __del__(self) -> None:
         await self._service.drain(self._drain_s)
@@ -273,6 +319,17 @@ def member_metrics(config: ClusterConfig, member_id: MemberId, address: str, exp
     return MemberMetrics(member_id, exposition, address, node, compose.port_range(config))
 
 
+async def enter_cluster(config: ClusterConfig, has_server: bool) -> None:
+    """Makes sure that the cluster of this replica has a directory, if no server owns one."""
+    if not has_server:
+        application = serve.get_replica_context().app_name
+        await asyncio.to_thread(keep_directory, config.ray.cluster_name, application)
+
+
+def change_levels(before: ClusterConfig, config: ClusterConfig) -> None:
+    set_levels(config.logging, before.logging)
+
+
 async def find_member_place(config: ClusterConfig, kind: str) -> MemberPlace:
     """Returns what is known of the place of a member in this process, with the labels of its Ray node."""
     labels = ray.get_runtime_context().get_node_labels()
@@ -288,9 +345,10 @@ CPU."""
 
 def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:
     """Returns one bundle of resources per rank; the first is for rank 0, the replica itself."""
-    bundle = {"CPU": _CPU_SHARE} | config.workers.ray_resources
-    if config.workers.gpus_per_replica:
-        bundle["GPU"] = config.workers.gpus_per_replica
+    section = config.workers
+    bundle = {"CPU": section.cpus_per_replica or _CPU_SHARE} | section.ray_resources
+    if section.gpus_per_replica:
+        bundle["GPU"] = section.gpus_per_replica
     return [dict(bundle) for _ in range(config.workers.tensor_parallel)]
 
 
@@ -323,7 +381,11 @@ def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation)
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
     )
+    section = config.workers
     actor = RankActor.options(  # type: ignore[attr-defined]  # added by ray.remote
-        scheduling_strategy=strategy, num_gpus=config.workers.gpus_per_replica
+        scheduling_strategy=strategy,
+        num_cpus=section.cpus_per_replica,
+        num_gpus=section.gpus_per_replica,
+        resources=dict(section.ray_resources),
     ).remote()
     return RayRank(actor, actor.run.remote(config, model_dir, invitation))

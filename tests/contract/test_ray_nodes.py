@@ -35,10 +35,11 @@ def test_only_nodes_with_what_some_part_asks_for_are_looked_at() -> None:
         config(
             router={"ray_resources": {"weft_encoder": 0.1}},
             encoders=CUDA | {"ray_resources": {"weft_encoder": 1}},
-            workers=CUDA | {"ray_resources": {"weft_worker": 1}},
+            workers=CUDA | {"ray_resources": {"weft_worker": 1}, "cpus_per_replica": 2},
         )
     )
-    assert asked[1:] == [{"weft_worker": 1.0, "GPU": 1.0}, {"weft_encoder": 1.0, "GPU": 1.0}]
+    parts = [{"weft_worker": 1.0, "GPU": 1.0, "CPU": 2.0}, {"weft_encoder": 1.0, "GPU": 1.0, "CPU": 0.0}]
+    assert asked[1:] == parts
     assert hosting_nodes([HEAD, GPU, OTHER], asked) == [GPU, OTHER]
 
 

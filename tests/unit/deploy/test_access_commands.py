@@ -98,6 +98,7 @@ SECTION_TO_OTHER_KEYS = {
     "router": {
         "replicas",
         "ray_resources",
+        "cpus_per_replica",
         "max_index_blocks",
         "max_index_items",
         "heartbeat_s",

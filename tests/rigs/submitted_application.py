@@ -1,0 +1,121 @@
+"""Starts a Ray with its dashboard, and submits applications to its Serve as KubeRay does: by HTTP, as data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from cluster_process import eventually
+
+TOKEN = "0123456789abcdef" * 2
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that are free now, below those that Ray gives its workers."""
+    with contextlib.ExitStack() as stack:
+        found: list[int] = []
+        for port in range(7000 + os.getpid() % 2000, 10_000):
+            listener = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                listener.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise AssertionError("no free ports")
+
+
+@dataclass
+class SubmittedRay:
+    """A `SubmittedRay` is a Ray of its own with the REST API of Serve."""
+
+    api: httpx.Client
+    process: psutil.Process
+    folder: Path
+
+    def submit(self, application: Mapping[str, Any]) -> None:
+        """Makes this application the only one."""
+        body = {"proxy_location": "Disabled", "applications": [application]}
+        answer = self.api.put("/api/serve/applications/", json=body)
+        assert answer.status_code == 200, answer.text
+
+    def delete(self) -> None:
+        assert self.api.delete("/api/serve/applications/").status_code == 200
+
+    def state(self, name: str = "weft") -> dict[str, Any]:
+        """Returns what Serve says of an application, or an empty dict if there is none."""
+        found: dict[str, Any] = self.api.get("/api/serve/applications/").json()["applications"].get(name, {})
+        return found
+
+    def wait_for(self, status: str, timeout_s: float = 300.0) -> dict[str, Any]:
+        eventually(lambda: self.state().get("status") in (status, "DEPLOY_FAILED"), timeout_s)
+        state = self.state()
+        assert state["status"] == status, f"{state['message']}\n{json.dumps(state['deployments'], indent=1)[:6000]}"
+        return state
+
+    def replicas(self) -> dict[str, tuple[str, int]]:
+        """Maps each deployment to the id and the process of its one replica."""
+        found = {}
+        for name, deployment in self.state()["deployments"].items():
+            (replica,) = deployment["replicas"]
+            found[name] = (replica["replica_id"], replica["pid"])
+        return found
+
+    def actors(self, name: str) -> list[psutil.Process]:
+        """Returns the processes of this Ray whose title has the name."""
+        found = []
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def ray_with_dashboard(resources: Mapping[str, float]) -> Iterator[SubmittedRay]:
+    """Runs a Ray that has none of Weft's switches in its environment, and offers these custom resources."""
+    folder = Path(tempfile.mkdtemp(prefix="r-"))
+    dashboard, agent = free_ports(2)
+    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    kept |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
+    options = ["--port=0", "--node-ip-address=127.0.0.1", "--num-cpus=4", "--disable-usage-stats"]
+    options += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    options += [
+        f"--dashboard-agent-listen-port={agent}",
+        f"--temp-dir={folder}",
+        f"--resources={json.dumps(resources)}",
+    ]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            [*RAY, "start", "--head", "--block", *options],
+            env=kept,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    try:
+        eventually(lambda: "Ray runtime started" in (folder / "log").read_text() or process.poll() is not None)
+        assert process.poll() is None, (folder / "log").read_text()
+        with httpx.Client(base_url=f"http://127.0.0.1:{dashboard}", headers=headers, timeout=60) as api:
+            yield SubmittedRay(api, psutil.Process(process.pid), folder)
+    finally:
+        tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for each in tree:  # if it is asked to end, it drains for half a minute
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+        process.wait()
+        psutil.wait_procs(tree, timeout=10)
+        shutil.rmtree(folder, ignore_errors=True)
