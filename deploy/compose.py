@@ -470,6 +470,7 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
         min_priority=config.router.min_priority,
         heartbeat_s=config.router.heartbeat_s,
         lease_s=config.router.lease_s,
+        leave_grace_s=config.server.drain_s,
         dispatch_timeout_s=config.router.dispatch_timeout_s,
         capacity_wait_s=config.router.capacity_wait_s,
         media_limits=media_limits(config),

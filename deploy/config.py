@@ -29,6 +29,7 @@ from deploy.config_values import (
 )
 from deploy.http_limits import HttpLimits
 from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection
+from deploy.scaling_config import AutoscalingSection
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.registry import REGISTRY
@@ -83,9 +84,9 @@ class ServerSection(Section):
     must be taken that takes longer than `write_timeout_s`."""
     write_timeout_s: float = Field(default_of(RouterConfig, "write_timeout_s"), gt=0)
     """A client that takes nothing of its answer for this long is disconnected, and its request ends."""
-    drain_s: float = Field(30.0, ge=0)
+    drain_s: float = Field(default_of(RouterConfig, "leave_grace_s"), ge=0)
     """Accepted requests may take this many seconds to end after the cluster has been asked to stop; new requests are
-    answered 503."""
+    answered 503. If only their worker is stopped, they move to another worker after this time."""
     tls_cert_file: LocalFile | None = None
     """Names a file with the certificate of the routers in PEM, followed by those that lead to its root. With it the
     routers speak HTTPS; without it they speak HTTP. A renewed file is used within a few seconds."""
@@ -199,6 +200,7 @@ def _for_all(value: object) -> object:
 class EncoderSection(Section):
     replicas: int = Field(1, ge=0)
     """Sets the number of encoders. With 0 the cluster takes text only."""
+    autoscaling: AutoscalingSection = AutoscalingSection()
     modalities: tuple[Modality, ...] | None = Field(None, min_length=1)
     """Lists the modalities that each encoder loads; None means all that the model takes."""
     device: Device = "cpu"
@@ -245,6 +247,22 @@ class EncoderSection(Section):
     encode_delay_s_per_cost: float = Field(default_of(EncoderConfig, "encode_delay_s_per_cost"), ge=0)
     """Adds this to `encode_delay_s` for each patch (or mel frame) of a forward pass."""
 
+    @property
+    def first_replicas(self) -> int:
+        """Returns the number of encoders with which the cluster begins."""
+        return self.autoscaling.min_replicas if self.autoscaling.max_replicas else self.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Returns the largest number of encoders that the cluster may have."""
+        return self.autoscaling.max_replicas or self.replicas
+
+    @model_validator(mode="after")
+    def _check_scaling(self) -> EncoderSection:
+        if self.replicas == 0 and self.autoscaling.max_replicas:
+            raise ValueError("replicas is 0, so there are no encoders that autoscaling could scale; remove one of them")
+        return self
+
 
 class SpeculationSection(Section):
     """Configures prompt lookup: workers guess tokens from a request's own text and check them in the same step. It
@@ -269,6 +287,10 @@ class SpeculationSection(Section):
 class WorkerSection(Section):
     replicas: int = Field(1, ge=1)
     """Sets the number of workers."""
+    autoscaling: AutoscalingSection = AutoscalingSection()
+    slo_tpot_s: float = Field(0.1, gt=0)
+    """Holds the time between tokens that requests should meet. Autoscaling counts as a worker's capacity what a step
+    leaves of it beside its fixed part."""
     device: Device = "cpu"
     """Says where the workers compute."""
     tensor_parallel: int = Field(default_of(WorkerConfig, "num_ranks"), ge=1)
@@ -320,6 +342,16 @@ class WorkerSection(Section):
     """Adds this to `step_delay_s` for each prompt token of a step; a token after a long context counts for more."""
     step_delay_s_per_decode: float = Field(default_of(WorkerConfig, "step_delay_s_per_decode"), ge=0)
     """Adds this to `step_delay_s` for each sequence that decodes in a step."""
+
+    @property
+    def first_replicas(self) -> int:
+        """Returns the number of workers with which the cluster begins."""
+        return self.autoscaling.min_replicas if self.autoscaling.max_replicas else self.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        """Returns the largest number of workers that the cluster may have."""
+        return self.autoscaling.max_replicas or self.replicas
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]

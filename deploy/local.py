@@ -81,11 +81,11 @@ class LocalCluster:
         self._planes: list[LocalPlane] = []
         self.ranked_workers: list[RankedWorker] = []
         self._hub, self._channel = LocalHub(), LocalChannelHub()
-        for _ in range(config.encoders.replicas):
+        for _ in range(config.encoders.first_replicas):
             member_id, plane = self._endpoint("encoder")
             source = LocalFeatureSource(self._channel, str(member_id), arena_bytes(config))
             self.encoders.services[member_id] = compose.build_encoder(config, self.model, member_id, plane, source)
-        for _ in range(config.workers.replicas):
+        for _ in range(config.workers.first_replicas):
             member_id, plane = self._endpoint("worker")
             sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
             worker = open_worker(config, self.model, WorkerEndpoint(member_id, plane, sink), "127.0.0.1", spawn_rank)

@@ -102,6 +102,8 @@ class EncoderService:
         self._housekeeping: asyncio.Task[None] | None = None
         self._flush: asyncio.TimerHandle | None = None
         self._is_open = False
+        self._is_read: asyncio.Event | None = None
+        """This is set while the encoder drains and nothing that it holds is awaited any more."""
         self._on_loss: Callable[[], None] = lambda: None
         self._is_loss_reported = False
 
@@ -118,6 +120,24 @@ class EncoderService:
         self._plane.start(self._receive)
         self._housekeeping = asyncio.create_task(self._keep_house())
         self._is_open = True
+
+    async def drain(self, limit_s: float) -> int:
+        """Waits until workers have read, or given up, every feature that is leased to them, for `limit_s` at most. New
+        calls are still taken. Returns how many leases are left; it does not wait for an encoder that is lost."""
+        if not self._is_open or self._forward.loss is not None:
+            return 0
+        self._is_read = asyncio.Event()
+        self._note_read()
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._is_read.wait()
+        except TimeoutError:
+            logger.warning("workers have not read %d features of this encoder", self._table.usage().num_leases)
+        return self._table.usage().num_leases
+
+    def _note_read(self) -> None:
+        if self._is_read is not None and not self._table.usage().num_leases and not self._pipeline.num_pending:
+            self._is_read.set()
 
     async def stop(self) -> None:
         """Ends open calls with EncoderLost, then ends threads and processes. Idempotent."""
@@ -167,6 +187,7 @@ class EncoderService:
             self._plane.forget(member.address)
         if left:
             self._pipeline.pump()
+        self._note_read()
 
     def report(self) -> EncoderReport:
         report = encoder_report(
@@ -216,6 +237,7 @@ class EncoderService:
             self._router_left(router_id)
         self._pipeline.end_overdue()
         self._pipeline.pump()
+        self._note_read()
         self._reporter.publish_events()
         if self._routers.needs(self.report()):
             self._changed()
@@ -248,6 +270,7 @@ class EncoderService:
                 attempt_id = AttemptId(message.request_id, message.attempt)
                 self._table.release(LeaseKey(message.worker_id, attempt_id, message.unit), message.generation)
                 self._pipeline.pump()
+                self._note_read()
             case RouterHeartbeat():
                 if self._routers.heartbeat(message):
                     self._reporter.send_snapshot(message.address)

@@ -31,6 +31,7 @@ from fabric.contracts import (
     PlaneMessage,
     RequestId,
     RouterNews,
+    ScalingReport,
     TokenFrames,
     TraceQuestion,
     TraceReply,
@@ -115,6 +116,7 @@ class RouterService:
         self._members: tuple[Member, ...] = ()
         """Holds the directory's newest list of members."""
         self._is_taking_members = False
+        self._pool_to_size: dict[str, int] = {}
         self._leaving = LeavingMembers(config.leave_grace_s, self._move_from)
         metrics = RouterMetrics(lambda: self.admission.num_in_flight, lambda: self.admission.bodies_bytes)
         self._context = RouterContext(
@@ -217,6 +219,18 @@ class RouterService:
         have cached is found, although they are in the directory until they have finished."""
         if self._leaving.update(member_ids):
             self._take_members()
+
+    def take_scaling(self, reports: Sequence[ScalingReport]) -> None:
+        """Takes the newest decisions about the sizes of the pools, for the metrics. The first router of the cluster
+        logs those that change a size."""
+        routers = [each.member_id for each in self._members if each.kind == "router"]
+        is_first = self._context.member_id == min(routers, default=self._context.member_id)
+        for report in reports if is_first else ():
+            before = self._pool_to_size.get(report.pool)
+            if before is not None and before != report.num_desired:
+                _LOG.info("the %ss %s", report.pool, report.told)
+        self._pool_to_size = {report.pool: report.num_desired for report in reports}
+        self._context.metrics.scaling.take(reports)
 
     def _move_from(self, worker_id: MemberId) -> None:
         for run in list(self._runs.values()):

@@ -27,7 +27,12 @@ def check(arguments: argparse.Namespace) -> int:
         print(f"{arguments.file}: {problem}", file=sys.stderr)
     if config is None:
         return 1
-    parts = {"router": config.router.replicas, "encoder": config.encoders.replicas, "worker": config.workers.replicas}
+    encoders, workers = config.encoders, config.workers
+    parts = {
+        "router": str(config.router.replicas),
+        "encoder": _span(encoders.first_replicas, encoders.most_replicas),
+        "worker": _span(workers.first_replicas, workers.most_replicas),
+    }
     print("\n".join(limit_lines(config)))
     held, flaws = check_files(config)
     for line in held:
@@ -49,6 +54,10 @@ def check(arguments: argparse.Namespace) -> int:
     if not budget.problems:
         print(f"{arguments.file}: the config is valid ({counts} replicas)")
     return 1 if budget.problems else 0
+
+
+def _span(first: int, most: int) -> str:
+    return str(first) if first == most else f"{first} to {most}"
 
 
 def make_key(arguments: argparse.Namespace) -> int:

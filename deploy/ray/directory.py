@@ -23,7 +23,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 
 from deploy.ray.removal import replica_names
-from fabric.contracts import ConfigError, Member, MemberId, SystemClock, Unavailable
+from fabric.contracts import ConfigError, Member, MemberId, ScalingReport, SystemClock, Unavailable
 from fabric.transport import Directory, Membership, PlaneKeys, ViewChange
 
 logger = logging.getLogger("weft.directory")
@@ -35,6 +35,8 @@ CLAIM_S = 5.0
 RETRY_S = 0.5
 LOOK_S = 1.0
 NUM_LOOKS = 2
+SCALING_POLL_S = 1.0
+"""A router asks for the decisions about the sizes of pools this often, if a pool is scaled."""
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)
@@ -48,6 +50,7 @@ class DirectoryActor:
         self._plane_keys = plane_keys
         self._directory = Directory(SystemClock(), lease_s)
         self._epoch = time.time_ns()
+        self._pool_to_scaling: dict[str, ScalingReport] = {}
         self._application = application
         self._lock = threading.Lock()
         self._is_ending = False
@@ -94,6 +97,14 @@ class DirectoryActor:
     def leave(self, member_id: MemberId) -> None:
         with self._lock:
             self._directory.leave(member_id)
+
+    def take_scaling(self, report: ScalingReport) -> None:
+        """Takes the newest decision about the size of a pool."""
+        self._pool_to_scaling[report.pool] = report
+
+    def scaling(self) -> tuple[ScalingReport, ...]:
+        """Returns the newest decision about each pool that is scaled."""
+        return tuple(self._pool_to_scaling.values())
 
     def pid(self) -> int:
         """Returns the id of the actor's process, for people and benchmarks."""
@@ -161,6 +172,17 @@ async def plane_keys(cluster: str) -> PlaneKeys:
     call."""
     keys: PlaneKeys = await directory_actor(cluster).plane_keys.remote()
     return keys
+
+
+async def watch_scaling(cluster: str, take: Callable[[Sequence[ScalingReport]], None]) -> None:
+    """Passes the newest decisions about the sizes of pools to `take`, again and again until it is cancelled."""
+    actor = directory_actor(cluster)
+    while True:
+        try:
+            take(await asyncio.wait_for(actor.scaling.remote(), timeout=LEASE_S))
+        except (RayError, TimeoutError) as error:
+            logger.warning("the directory did not answer (%s)", type(error).__name__)
+        await asyncio.sleep(SCALING_POLL_S)
 
 
 class Heartbeat:

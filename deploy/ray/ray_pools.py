@@ -22,6 +22,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from deploy.ray import replica_news
 from fabric.contracts import (
     EncodeRequest,
     EncodeResult,
@@ -123,8 +124,10 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
         self._seen: set[str] = set()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        self._seen.update(replica.replica_id.unique_id for replica in replicas)
+        running = [replica.replica_id.unique_id for replica in replicas]
+        self._seen.update(running)
         super().update_replicas(replicas)
+        replica_news.update(self._deployment_id.name, running)
         self._fail_waiting_calls()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:

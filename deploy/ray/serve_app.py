@@ -12,6 +12,7 @@ The module knows nothing of what a service, or a rank, computes.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,12 @@ from deploy.logs import configure_logs, set_levels
 from deploy.node_metrics import Exposition, MemberMetrics, NodePort
 from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
-from deploy.ray.directory import Heartbeat, keep_directory, plane_keys
+from deploy.ray import replica_news
+from deploy.ray.directory import Heartbeat, keep_directory, plane_keys, watch_scaling
 from deploy.ray.nodes import actor_environment, this_node
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
+from deploy.ray.serve_scaling import WINDOW_INTERVALS, load_stats, serve_autoscaling
+from deploy.scaling import EncoderMeter, WorkerMeter
 from deploy.sizing import arena_bytes, inbox_bytes
 from fabric.contracts import (
     EncodeRequest,
@@ -57,6 +61,8 @@ UNBOUNDED = 1_000_000
 limits admission itself."""
 STOP_S = 15.0
 """Serve gives a replica this many seconds to stop, in addition to the time to drain."""
+DRAIN_LOOK_S = 0.5
+"""A replica that drains looks this often whether its calls have ended."""
 
 
 def build_app(config: ClusterConfig, model_dir: Path, has_server: bool = True) -> Application:
@@ -76,13 +82,20 @@ def build_app(config: ClusterConfig, model_dir: Path, has_server: bool = True) -
 def _deployment(
     replica: type, name: str, config: ClusterConfig, section: RouterSection | EncoderSection | WorkerSection
 ) -> Any:
+    rules = None if isinstance(section, RouterSection) else section.autoscaling.rules
+    size: dict[str, Any] = {"num_replicas": max(section.replicas, 1)}
+    if rules is not None:
+        size = {"autoscaling_config": serve_autoscaling(rules, name, config.ray.cluster_name)}
+    # An encoder first finishes its calls, and then waits until workers have read what it holds for them.
+    num_drains = 2 if isinstance(section, EncoderSection) else 1
     return serve.deployment(
         replica,
         name=name,
-        num_replicas=max(section.replicas, 1),
+        **size,
         user_config=live_values(config),
         max_ongoing_requests=UNBOUNDED,
-        graceful_shutdown_timeout_s=config.server.drain_s + STOP_S,
+        graceful_shutdown_timeout_s=num_drains * config.server.drain_s + STOP_S,
+        graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
         ray_actor_options={
@@ -129,6 +142,8 @@ class EncoderReplica:
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
+        self._meter = EncoderMeter(WINDOW_INTERVALS * config.encoders.autoscaling.interval_s)
+        self._drain_s = config.server.drain_s
         freeze_what_lives()
 
     def _take_members(self, members: Sequence[Member]) -> None:
@@ -142,6 +157,10 @@ class EncoderReplica:
     async def reconfigure(self, values: dict[str, Any]) -> None:
         self._live.change(values, change_levels)
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the encoder's load; Serve asks for it if the encoders are scaled."""
+        return load_stats(self._meter.load(self._service.report(), time.monotonic()))
+
     async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
         enter_request(request.request_id)
         return await self._service.encode(request, media)
@@ -152,6 +171,7 @@ class EncoderReplica:
             self._heartbeat.check()
 
     async def __del__(self) -> None:
+        await self._service.drain(self._drain_s)
         await self._heartbeat.stop()
         await self._service.stop()
         await self._metrics.stop()
@@ -193,6 +213,7 @@ class WorkerReplica:
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
+        self._meter = WorkerMeter(WINDOW_INTERVALS * config.workers.autoscaling.interval_s, config.workers.slo_tpot_s)
         freeze_what_lives()
 
     def _take_members(self, members: Sequence[Member]) -> None:
@@ -205,6 +226,10 @@ class WorkerReplica:
 
     async def reconfigure(self, values: dict[str, Any]) -> None:
         self._live.change(values, change_levels)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns the worker's load; Serve asks for it if the workers are scaled."""
+        return load_stats(self._meter.load(self._service.report(), time.monotonic()))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         enter_request(request.request_id)
@@ -259,6 +284,7 @@ class RouterReplica:
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._drain_s = config.server.drain_s
+        self._follow_replicas(config)
         self._http = router_server(create_app(self._service), config)
 
     async def reconfigure(self, values: dict[str, Any]) -> None:
@@ -277,6 +303,19 @@ class RouterReplica:
     def _take_members(self, members: Sequence[Member]) -> None:
         self._service.update_members(members)
         self._metrics.update_members(members)
+
+    def _follow_replicas(self, config: ClusterConfig) -> None:
+        """Has the service learn which replicas are being stopped, and the decisions about the sizes of the pools."""
+        loop = asyncio.get_running_loop()
+
+        def tell(gone: frozenset[str]) -> None:
+            loop.call_soon_threadsafe(self._service.update_leaving, [MemberId(name) for name in gone])
+
+        self._stop_following = replica_news.subscribe(tell)
+        self._watch: asyncio.Task[None] | None = None
+        if config.encoders.autoscaling.rules or config.workers.autoscaling.rules:
+            watch = watch_scaling(config.ray.cluster_name, self._service.take_scaling)
+            self._watch = asyncio.create_task(watch, name="weft-scaling")
 
     async def endpoint(self) -> tuple[str, int]:
         """Returns the address of the router's node, and the port that the router listens on (the config may ask for any
@@ -301,6 +340,9 @@ class RouterReplica:
 
     async def __del__(self) -> None:
         await self._service.drain(self._drain_s)
+        self._stop_following()
+        if self._watch is not None:
+            self._watch.cancel()
         await self._service.stop()
         await self._http.stop()
         await self._metrics.stop()

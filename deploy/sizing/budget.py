@@ -117,7 +117,7 @@ def _worker(
     place = _place(section.device)
     return ProcessBudget(
         "worker",
-        section.replicas,
+        section.most_replicas,
         (
             _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
             Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
@@ -141,7 +141,7 @@ def _encoder(
     decoded = max([compose.DECODED_BATCHES * section.max_batch_cost, *(item.cost for item in largest)]) * PATCH_BYTES
     return ProcessBudget(
         "encoder",
-        section.replicas,
+        section.most_replicas,
         (
             _weights_row(weights and weights.num_encoder, dtype, place),
             Row("workspace", workspace, place, f"estimate, batches of {num_patches} patches"),
@@ -200,13 +200,13 @@ need room too."""
 def arena_bytes(config: ClusterConfig) -> int:
     """Returns the size of each encoder's arena for features."""
     section = config.encoders
-    return section.arena_bytes or _share(FEATURES_BYTES, FEATURES_SHARE, section.replicas)
+    return section.arena_bytes or _share(FEATURES_BYTES, FEATURES_SHARE, section.most_replicas)
 
 
 def inbox_bytes(config: ClusterConfig) -> int:
     """Returns the size of each worker's inbox, its arena for features."""
     section = config.workers
-    return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, section.replicas)
+    return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, section.most_replicas)
 
 
 def machine_bytes() -> int:

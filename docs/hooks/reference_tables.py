@@ -47,7 +47,12 @@ WORD_TO_UNIT = {
     "gpus": "GPUs",
 }
 """Maps a word of a key's name to the unit of its value. The first entry of this mapping that the name contains wins."""
-KEY_TO_UNIT = {"block_size": "tokens", "max_in_flight": "requests", "keep_fraction": "a share of 1"}
+KEY_TO_UNIT = {
+    "block_size": "tokens",
+    "max_in_flight": "requests",
+    "keep_fraction": "a share of 1",
+    "target_utilization": "a share of 1",
+}
 
 
 NAME_TO_METRIC_UNIT = {
@@ -295,6 +300,7 @@ METRIC_GROUPS = {
     "weft_process_": "Processes",
     "weft_member_": "The scrape endpoint of a node",
     "weft_build_": "The build",
+    "weft_autoscaling_": "Autoscaling",
 }
 
 

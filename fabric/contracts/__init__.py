@@ -6,7 +6,8 @@ metrics of these numbers; `messages` defines everything else that travels one wa
 features. `errors` holds the tree of all failures that reach a client or another process. `clock` provides clocks that
 callers pass as arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict, and
 `encoder_queue` holds the order in which an encoder serves its calls, by which routers predict the wait there.
-`feature_log` numbers the changes of a member's cache of features.
+`feature_log` numbers the changes of a member's cache of features, and `scaling_reports` says how large a pool should
+be.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -176,6 +177,7 @@ from fabric.contracts.messages import (
     feature_nbytes,
 )
 from fabric.contracts.reported_metrics import ProcessStats, metrics_of
+from fabric.contracts.scaling_reports import ScalingReport
 
 __all__ = [
     "ANCHOR_STRIDE",
@@ -273,6 +275,7 @@ __all__ = [
     "RouterHeartbeat",
     "RouterNews",
     "SamplingParams",
+    "ScalingReport",
     "SequenceId",
     "SnapshotRequest",
     "StageTimes",

@@ -2,10 +2,11 @@
 
 `router_metrics` exports counters and times for Prometheus, and `usage_series` counts what each API key uses;
 `cluster_series` exports what members report, how well the planner predicts and who is there, and puts the series of
-several routers or members together. `traces` keeps the plans and events of recent requests, and `explained_request`
-computes from them where the time of a request went, and `record_words` has the words for it. The router service creates
-the metrics and the traces, a request's run writes to them, and `router.edge` shows them (`/metrics`, `/weft/requests`).
-The folder decides nothing, and knows nothing of how requests are served.
+several routers or members together, and `scaling_series` shows the decisions about the sizes of pools. `traces` keeps
+the plans and events of recent requests, and `explained_request` computes from them where the time of a request went,
+and `record_words` has the words for it. The router service creates the metrics and the traces, a request's run writes
+to them, and `router.edge` shows them (`/metrics`, `/weft/requests`). The folder decides nothing, and knows nothing of
+how requests are served.
 """
 
 from router.observe.cluster_series import (

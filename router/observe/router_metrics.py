@@ -18,6 +18,7 @@ from prometheus_client.core import Metric
 
 from fabric.contracts import MemberId
 from router.observe.explained_request import StageTime
+from router.observe.scaling_series import ScalingSeries
 from router.observe.usage_series import BoundedNames, UsageSeries
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -32,6 +33,8 @@ class RouterMetrics:
     def __init__(self, num_in_flight: Callable[[], int], num_bodies_bytes: Callable[[], int]) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._tenants = BoundedNames()
+        self.scaling = ScalingSeries()
+        self.registry.register(self.scaling)
         self._gauge("requests_in_flight", "Requests that are admitted and have not ended.", num_in_flight)
         self._gauge("bodies_bytes", "Bytes of the bodies of the requests in flight.", num_bodies_bytes)
         build = ["version", "python", "model"]

@@ -479,3 +479,37 @@ async def test_a_device_that_hangs_is_found_out_though_the_encoder_answers(
         await bench.until(lambda: bench.service.report().num_encoding == 0)
         bench.service.check_health()
         await bench.is_idle()
+
+
+async def test_a_draining_encoder_stays_until_its_features_are_read(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        files = [picture(1), picture(2)]
+        await bench.service.encode(bench.request(files), files)
+        await bench.until(lambda: len(bench.ready) == 2)
+        draining = asyncio.create_task(bench.service.drain(60.0))
+        first, second = bench.ready
+        bench.release(first)
+        await bench.until(lambda: bench.service.report().arena.num_leases == 1)
+        assert not draining.done()
+        assert await bench.pull(second)  # What was announced can still be read.
+        bench.release(second)
+        assert await draining == 0
+
+
+async def test_a_draining_encoder_does_not_wait_for_a_worker_that_left(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        await bench.service.encode(bench.request([picture(1)]), [picture(1)])
+        await bench.until(lambda: len(bench.ready) == 1)
+        draining = asyncio.create_task(bench.service.drain(60.0))
+        await asyncio.sleep(0)
+        bench.service.update_members([ROUTER])
+        assert await draining == 0
+
+
+async def test_a_draining_encoder_gives_up_at_its_limit(family: Family, encoder: EncoderModel) -> None:
+    async with running_bench(family, encoder, CONFIG) as bench:
+        await bench.service.encode(bench.request([picture(1)]), [picture(1)])
+        await bench.until(lambda: len(bench.ready) == 1)
+        assert await bench.service.drain(0.0) == 1
+        await bench.service.stop()
+        assert await bench.service.drain(60.0) == 0

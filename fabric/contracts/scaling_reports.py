@@ -1,0 +1,73 @@
+"""Defines the report of a decision about the size of a pool, and the metrics that routers make of it.
+
+The policy that scales a pool runs in a process that answers no scrape, so its decisions travel to the routers. The
+module knows nothing of how a decision is made.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fabric.contracts.calls import Wire
+from fabric.contracts.reported_metrics import gauge
+
+
+class ScalingReport(Wire, frozen=True):
+    """A `ScalingReport` holds the newest decision about a pool, and what it was made from."""
+
+    pool: str
+    """Names the pool: `encoder` or `worker`."""
+    reason: str
+    """Names what decided, for example `queue` or `silence`."""
+    told: str
+    """Explains the decision, for a log."""
+    reason_to_count: dict[str, int]
+    """Counts the decisions so far, by reason."""
+    num_desired: Annotated[int, gauge("weft_autoscaling_desired_replicas", "Replicas that the pool should have.")] = 0
+    num_running: Annotated[int, gauge("weft_autoscaling_running_replicas", "Replicas of the pool that run.")] = 0
+    num_starting: Annotated[
+        int,
+        gauge("weft_autoscaling_starting_replicas", "Replicas of the pool that were asked for and do not run yet."),
+    ] = 0
+    num_silent: Annotated[
+        int,
+        gauge(
+            "weft_autoscaling_silent_replicas",
+            "Running replicas whose load is not known; while there is one, the pool does not shrink.",
+        ),
+    ] = 0
+    queue_s: Annotated[
+        float,
+        gauge("weft_autoscaling_queue_seconds", "Predicted time of the queued work, summed over the replicas."),
+    ] = 0.0
+    work_rate: Annotated[
+        float,
+        gauge(
+            "weft_autoscaling_work_replicas",
+            "Work that arrives, as the number of replicas that it would keep busy all the time.",
+        ),
+    ] = 0.0
+    memory_use: Annotated[
+        float,
+        gauge("weft_autoscaling_memory_replicas", "KV blocks in use, as the number of replicas that they would fill."),
+    ] = 0.0
+    for_work: Annotated[
+        float, gauge("weft_autoscaling_needed_for_work_replicas", "Replicas that the arriving work asks for.")
+    ] = 0.0
+    for_queue: Annotated[
+        float,
+        gauge(
+            "weft_autoscaling_needed_for_queue_replicas",
+            "Replicas that the queue asks for; 0 while it is within its limit.",
+        ),
+    ] = 0.0
+    for_memory: Annotated[
+        float, gauge("weft_autoscaling_needed_for_memory_replicas", "Replicas that the KV blocks in use ask for.")
+    ] = 0.0
+    num_enough: Annotated[
+        int, gauge("weft_autoscaling_enough_replicas", "Replicas that would be enough now, with something to spare.")
+    ] = 0
+    startup_s: Annotated[
+        float,
+        gauge("weft_autoscaling_startup_seconds", "Recent average of the time from a decision until a replica runs."),
+    ] = 0.0
