@@ -383,6 +383,58 @@ ELSEWHERE = {
         "tests/e2e/test_admission_limits.py",
         'metric(client, "weft_router_gate_wait_seconds_count") >= 6',
     ),
+    "weft_autoscaling_desired_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_desired_replicas": 5,',
+    ),
+    "weft_autoscaling_running_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_running_replicas": 2,',
+    ),
+    "weft_autoscaling_starting_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_starting_replicas": 3,',
+    ),
+    "weft_autoscaling_silent_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_silent_replicas": 1,',
+    ),
+    "weft_autoscaling_queue_seconds": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_queue_seconds": 12.5,',
+    ),
+    "weft_autoscaling_work_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_work_replicas": 2.75,',
+    ),
+    "weft_autoscaling_memory_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_memory_replicas": 0.25,',
+    ),
+    "weft_autoscaling_needed_for_work_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_needed_for_work_replicas": 3.9,',
+    ),
+    "weft_autoscaling_needed_for_queue_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_needed_for_queue_replicas": 4.6,',
+    ),
+    "weft_autoscaling_needed_for_memory_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_needed_for_memory_replicas": 0.3,',
+    ),
+    "weft_autoscaling_enough_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_enough_replicas": 2,',
+    ),
+    "weft_autoscaling_startup_seconds": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_startup_seconds": 31.5,',
+    ),
+    "weft_autoscaling_decisions_total": (
+        "tests/unit/router/test_scaling_series.py",
+        'assert decisions == {("encoder", "queue"): 1',
+    ),
     "weft_member_up": ("tests/contract/test_node_metrics.py", '{"well": 1.0, "deaf": 0.0, "closed": 0.0}'),
 }
 """Maps each metric that this load does not touch to the file of the test that asserts its values, and to a part of the
