@@ -10,6 +10,8 @@ For example, with two processes and requests that arrive at random, ten per seco
 
 from __future__ import annotations
 
-from loadtest.load.locust_chats import ChatUser
+from loadtest.load.locust_chats import ChatUser, listen
 
 __all__ = ["ChatUser"]
+
+listen()

@@ -120,6 +120,7 @@ class EngineStats(msgspec.Struct, array_like=True):
             "The tokens of `weft_worker_behind_tokens`, weighted by their contexts.",
         ),
     ] = 0.0
+    step_s: Annotated[float, counter("weft_worker_step_seconds", "Time of the steps that were computed.")] = 0.0
 
 
 class FeatureStats(msgspec.Struct, array_like=True):

@@ -446,6 +446,7 @@ class Steps:
             if sampled.finish_reason is not None:
                 finished.append(self._finish(sequence, sampled.finish_reason, now_s))
         self._stats.steps += bool(plan.num_sequences)
+        self._stats.step_s += now_s - self._planned_at_s
         self._note_doorsteps(now_s)
         at_doorstep, self._at_doorstep = self._at_doorstep, []
         preempted, self._preempted = self._preempted, []

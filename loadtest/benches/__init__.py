@@ -3,8 +3,8 @@ measure speed.
 
 One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `router_bench`,
 `index_bench`, `cost_bench`, `figures_bench`, `scale`, `front_end` (HTTP), and `cluster_bench`, whose processes are in
-`cluster_members` and `cluster_routers`. The folder `served` runs three benches of a whole cluster whose stages take
-given times: overlap, prediction and isolation. `bench_result` defines what a bench returns, and where it goes.
+`cluster_members` and `cluster_routers`. The folder `served` runs four benches of a whole cluster whose stages take
+given times: overlap, prediction, isolation and serve. `bench_result` defines what a bench returns, and where it goes.
 `engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`
 and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a worker or a server, `synthetic` makes
 their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
@@ -100,6 +100,12 @@ def _isolation(options: Sequence[str]) -> BenchResult:
     return run_isolation(options)
 
 
+def _serve(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.served import run_serve
+
+    return run_serve(options)
+
+
 def _figures(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.figures_bench import run
 
@@ -137,6 +143,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "overlap": _overlap,
     "prediction": _prediction,
     "isolation": _isolation,
+    "serve": _serve,
     "figures": _figures,
     "index": _index,
     "http": _http,

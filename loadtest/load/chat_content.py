@@ -37,12 +37,14 @@ KEPT_CONVERSATIONS = 256
 KEPT_MEDIA = 64
 """A sender keeps this many media in their written form, which is more than a workload shares by default."""
 ASKED = " What is shown?"
-WORDS = (
-    "a the of to and in is it you that he was for on are with as his they at be this from have or by one had not but "
-    "what all were when we there can an your which their said if do will each about how up out them then she many some "
-    "so these would other into has more her two like him see time could no make than first been its who now people my "
-    "made over did down only way find use may water long little very after words called just where most know"
-).split()
+_COMMON_WORDS = (
+    "a the of to and in is it you that he was for on are with as his they at be this from have or by one had not "
+    "but what all were when we there can an your which their said if do will each about how up out them then she "
+    "many some so these would other into has more her two like him see time could no make than first been its who "
+    "now people my made over did down only way find use may water long little very after words called just where "
+    "most know"
+)
+WORDS = _COMMON_WORDS.split()
 """These words are one token each in most vocabularies."""
 
 
@@ -96,7 +98,7 @@ class _Conversations:
 
     def end_turn(self, request: SimRequest, turns: list[Body]) -> None:
         if request.session >= 0:
-            self.session_to_turns[request.session] = turns
+            self.session_to_turns[request.session] = list(turns)  # The body of the chat keeps its own.
             self.session_to_num_parts[request.session] = len(request.parts)
         while len(self.session_to_turns) > KEPT_CONVERSATIONS:
             oldest = next(iter(self.session_to_turns))
@@ -120,16 +122,17 @@ def _chat_body(model: str, turns: list[Body], max_tokens: int) -> Body:
 class SizedContent:
     """Gives requests words, pictures, videos and sounds of the size that their workload asks for."""
 
-    def __init__(self, model: str, *, has_fixed_length: bool = True) -> None:
-        """With `has_fixed_length`, answers have exactly the length of the workload, which Weft, vLLM and SGLang know
-        as `ignore_eos`."""
+    def __init__(self, model: str, words: Sequence[str] = WORDS, *, has_fixed_length: bool = True) -> None:
+        """Takes the words of texts, each of which should be one token of the model. With `has_fixed_length`, answers
+        have exactly the length of the workload, which Weft, vLLM and SGLang know as `ignore_eos`."""
         self._model = model
+        self._words = words
         self._has_fixed_length = has_fixed_length
         self._conversations = _Conversations()
 
     def chat(self, request: SimRequest) -> LoadChat:
         turns, new = self._conversations.begin_turn(request)
-        turns = [*turns, {"role": "user", "content": [_sized_part(*part) for part in new]}]
+        turns = [*turns, {"role": "user", "content": [self._part(*part) for part in new]}]
         self._conversations.end_turn(request, turns)
         body = _chat_body(self._model, turns, request.num_output)
         if self._has_fixed_length:
@@ -140,20 +143,20 @@ class SizedContent:
         turns, _ = self._conversations.begin_turn(request)
         turns.append({"role": "assistant", "content": text})
 
-
-def _sized_part(first: int | str, second: int | str) -> Body:
-    if (first, second) == QUESTION:
-        return {"type": "text", "text": ASKED}
-    if isinstance(second, int):
-        drawn = np.random.default_rng(int(first)).integers(0, len(WORDS), second)
-        return {"type": "text", "text": "".join(f" {WORDS[place]}" for place in drawn)}
-    return _medium(str(first), second)
+    def _part(self, first: int | str, second: int | str) -> Body:
+        if (first, second) == QUESTION:
+            return {"type": "text", "text": ASKED}
+        if isinstance(second, int):
+            drawn = np.random.default_rng(int(first)).integers(0, len(self._words), second)
+            return {"type": "text", "text": "".join(f" {self._words[place]}" for place in drawn)}
+        return _medium(str(first), second)
 
 
 @lru_cache(maxsize=KEPT_MEDIA)
 def _medium(name: str, content: str) -> Body:
     """Returns the medium of this name and content as a part of a message: `image` or `image-SIDE` (pixels),
-    `video-FRAMESf` (at two frames per second) or `audio-SECONDSs`. Raises ConfigError for another name."""
+    `video-FRAMESf` or `video-FRAMESf-SIDEp` (at two frames per second), or `audio-SECONDSs`. Raises ConfigError for
+    another name."""
     kind, _, size = name.partition("-")
     seed = int.from_bytes(hashlib.blake2b(content.encode(), digest_size=4).digest())
     try:
@@ -161,7 +164,9 @@ def _medium(name: str, content: str) -> Body:
             data = base64.b64encode(_picture(int(size or 448), seed)).decode()
             return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
         if kind == "video":
-            data = base64.b64encode(another(_film(int(size.removesuffix("f"))), seed)).decode()
+            num_frames, _, side = size.partition("f")
+            film = _film(int(num_frames), int(side.removeprefix("-").removesuffix("p") or 256))
+            data = base64.b64encode(another(film, seed)).decode()
             return {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{data}"}}
         if kind == "audio":
             data = base64.b64encode(_sound(float(size.removesuffix("s")), seed)).decode()
@@ -180,7 +185,7 @@ def _picture(side: int, seed: int) -> bytes:
 
 
 @cache
-def _film(num_frames: int, side: int = 256) -> bytes:
+def _film(num_frames: int, side: int) -> bytes:
     """Returns an MP4 of so many frames, two per second, the rate at which most families take frames."""
     squares = np.random.default_rng(0).integers(0, 256, (4, 8, 8, 3), dtype=np.uint8)
     frames = squares.repeat(side // 8, axis=1).repeat(side // 8, axis=2)

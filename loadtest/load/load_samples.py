@@ -149,9 +149,7 @@ def _over_time(name: str, title: str, samples: Sequence[LoadSample], first_s: fl
         bins: dict[int, list[float]] = {}
         for one in some:
             bins.setdefault(min(int((one.sent_s - first_s) / width_s), NUM_BINS - 1), []).append(one.ttft_s)
-        lines[kind] = [
-            (width_s * (place + 0.5), 1e3 * float(np.percentile(bins[place], 90))) for place in sorted(bins)
-        ]
+        lines[kind] = [(width_s * (place + 0.5), 1e3 * float(np.percentile(bins[place], 90))) for place in sorted(bins)]
     return Plot(name, title, "s", "ms", lines)
 
 

@@ -26,7 +26,7 @@ import msgspec
 import requests
 from gevent.event import Event
 from gevent.pool import Group
-from locust import User, constant, events, task
+from locust import User, constant, events
 from locust.env import Environment
 from locust.runners import WorkerRunner
 from requests.adapters import HTTPAdapter
@@ -50,7 +50,6 @@ WATCH_S = 2.0
 """The cluster's `/metrics` is read this often."""
 
 
-@events.init_command_line_parser.add_listener
 def add_load_options(parser: Any) -> None:
     """Adds the options of a load test to locust's own."""
     group = parser.add_argument_group("weft")
@@ -75,6 +74,11 @@ def add_load_options(parser: Any) -> None:
     )
 
 
+def options_of(environment: Environment) -> Any:
+    """Returns the parsed options of the command line, which locust sends to its other processes."""
+    return environment.parsed_options
+
+
 class ChatUser(User):
     """Sends the requests of the scenario. It needs `--host`."""
 
@@ -82,7 +86,7 @@ class ChatUser(User):
     _num_made = 0
 
     def on_start(self) -> None:
-        options = self.environment.parsed_options
+        options = options_of(self.environment)
         base, self._headers = str(self.host).rstrip("/"), key_headers(options.api_key_file)
         self._url = f"{base}/v1/chat/completions"
         model = options.model or first_model(base, options.api_key_file)
@@ -104,7 +108,6 @@ class ChatUser(User):
         spec = SCENARIOS[options.scenario].spec(options.rate or 1.0, **changed)
         return scenario_requests(spec, options.seed, options.num_users or 1, sender)
 
-    @task
     def send_next(self) -> None:
         request = next(self._requests)
         earlier = self._session_to_turn.get(request.session)
@@ -118,6 +121,8 @@ class ChatUser(User):
             return
         self._session_to_turn[request.session] = over = Event()
         self._ask_after(earlier, over, request, None, None)
+
+    tasks = [send_next]  # noqa: RUF012 -- locust declares it as an attribute of each user
 
     def on_stop(self) -> None:
         self._open.join(timeout=self.environment.stop_timeout)
@@ -179,7 +184,13 @@ class ChatUser(User):
 
     def _tell_locust(self, sample: LoadSample, num_bytes: int) -> None:
         exception = AnswerFailed(sample.error) if sample.error else None
-        whole = {"exception": exception, "context": {}, "start_time": sample.sent_s, "url": self._url, "response": None}
+        whole: dict[str, Any] = {
+            "exception": exception,
+            "context": {},
+            "start_time": sample.sent_s,
+            "url": self._url,
+            "response": None,
+        }
         fire = self.environment.events.request.fire
         fire(
             request_type="chat",
@@ -189,9 +200,7 @@ class ChatUser(User):
             **whole,
         )
         if exception is None:
-            fire(
-                request_type="TTFT", name=sample.kind, response_time=1e3 * sample.ttft_s, response_length=0, **whole
-            )
+            fire(request_type="TTFT", name=sample.kind, response_time=1e3 * sample.ttft_s, response_length=0, **whole)
             if sample.num_output > 1:
                 fire(
                     request_type="TPOT", name=sample.kind, response_time=1e3 * sample.tpot_s, response_length=0, **whole
@@ -262,12 +271,11 @@ def load_of(environment: Environment) -> LoadRun:
     return _RUNS.setdefault(id(environment), LoadRun())
 
 
-@events.init.add_listener
 def prepare(environment: Environment, **_: Any) -> None:
     """Makes locust wait for open requests at the end of a test, so that none is cut and lost for the numbers. Without
     locust's page, where a host may be named later, it checks first that the cluster answers, and exits if not."""
     environment.stop_timeout = environment.stop_timeout or STOP_S
-    options = environment.parsed_options
+    options = options_of(environment)
     if options.headless and not isinstance(environment.runner, WorkerRunner):
         try:
             if not environment.host:
@@ -277,7 +285,6 @@ def prepare(environment: Environment, **_: Any) -> None:
             sys.exit(f"locust: {error.message}")
 
 
-@events.report_to_master.add_listener
 def send_samples(client_id: str, data: dict[str, Any]) -> None:
     """Puts the samples since the last report of this process into its next one."""
     for run in _RUNS.values():
@@ -285,7 +292,6 @@ def send_samples(client_id: str, data: dict[str, Any]) -> None:
         run.samples = []
 
 
-@events.test_start.add_listener
 def begin_test(environment: Environment, **_: Any) -> None:
     """Forgets the samples of an earlier test and begins to watch the cluster."""
     run = load_of(environment)
@@ -297,7 +303,7 @@ def begin_test(environment: Environment, **_: Any) -> None:
 
 def watch_cluster(environment: Environment, watch: SeriesWatch) -> None:
     """Reads the cluster's metrics until it is killed. A cluster that refuses is asked no more."""
-    options = environment.parsed_options
+    options = options_of(environment)
     base, headers = str(environment.host).rstrip("/"), key_headers(options.api_key_file)
     while True:
         try:
@@ -306,32 +312,31 @@ def watch_cluster(environment: Environment, watch: SeriesWatch) -> None:
             gevent.sleep(WATCH_S)
             continue
         if answer.status_code != 200:
-            logger.warning("%s/metrics answers %d, so the report does not say how busy it was", base, answer.status_code)
+            logger.warning(
+                "%s/metrics answers %d, so the report does not say how busy it was", base, answer.status_code
+            )
             return
         watch.take(answer.text, time.time())
         gevent.sleep(WATCH_S)
 
 
-@events.worker_report.add_listener
 def take_samples(client_id: str, data: dict[str, Any]) -> None:
     """Takes the samples of another process."""
     for run in _RUNS.values():
         run.samples += msgspec.convert(data.get("weft_samples", []), list[LoadSample])
 
 
-@events.test_stop.add_listener
 def end_watching(environment: Environment, **_: Any) -> None:
     run = load_of(environment)
     if run.watching is not None:
         run.watching.kill()
 
 
-@events.quitting.add_listener
 def report_load(environment: Environment, **_: Any) -> None:
     """Prints the table, writes the page, and fails the run if too few of the known answers were right."""
     if isinstance(environment.runner, WorkerRunner):
         return
-    options, run = environment.parsed_options, load_of(environment)
+    options, run = options_of(environment), load_of(environment)
     print(f"\n{render_table(kind_rows(run.samples))}\n", flush=True)
     summary = summary_json(run.samples)
     if options.load_report:
@@ -349,3 +354,14 @@ def report_load(environment: Environment, **_: Any) -> None:
     elif right is not None and right < options.least_right:
         print(f"{right:.1%} of the known answers are right, which is less than {options.least_right:.1%}", flush=True)
         environment.process_exit_code = 1
+
+
+def listen() -> None:
+    """Registers what this module adds to locust."""
+    events.init_command_line_parser.add_listener(add_load_options)
+    events.init.add_listener(prepare)
+    events.test_start.add_listener(begin_test)
+    events.report_to_master.add_listener(send_samples)
+    events.worker_report.add_listener(take_samples)
+    events.test_stop.add_listener(end_watching)
+    events.quitting.add_listener(report_load)

@@ -12,10 +12,12 @@ import pytest
 
 from deploy.testing import in_process_cluster
 from loadtest.benches.bench_result import BenchResult
-from loadtest.benches.served import isolation_bench, overlap_bench, prediction_bench
+from loadtest.benches.served import isolation_bench, overlap_bench, prediction_bench, serve_bench
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, send_each
 from loadtest.benches.served.timed_cluster import TimedStages, cluster_config
 from loadtest.benches.synthetic import qwen2_5_vl_small
+from loadtest.load import SizedContent
+from loadtest.simulator import WorkloadSpec
 
 pytestmark = pytest.mark.torch
 
@@ -103,3 +105,21 @@ async def test_no_two_requests_of_a_kind_are_alike(model_dir: Path) -> None:
     assert other.answer["usage"]["prompt_tokens_details"]["cached_tokens"] < 32
     assert len(other.landings_s()) == len(one.landings_s()) == 2
     assert one.first_s("dispatched") < one.first_s("received", str(one.plan["worker_id"]))
+
+
+async def test_mixed_requests_give_a_table_beside_the_articles(model_dir: Path) -> None:
+    found = []
+    async with target_of(model_dir) as (_, target):
+        content = SizedContent(target.model, ["the"])
+        for row in serve_bench.ROWS:
+            spec = WorkloadSpec(10**9, 1.0, row.kind_to_share, mean_prompt=8.0, mean_output=4.0)
+            found.append(await serve_bench.keep_open(target, content, spec, num_clients=3, seconds=1.5))
+        metrics = await target.metrics()
+    for row, one in zip(serve_bench.ROWS, found, strict=True):
+        assert {sample.kind for sample in one.samples} <= set(row.kind_to_share)
+        assert [sample.error for sample in one.samples] == [""] * len(one.samples)
+        assert all(0 < sample.ttft_s <= sample.total_s and sample.num_output for sample in one.samples)
+    assert metrics["weft_router_requests_total"] >= sum(len(one.samples) for one in found) > 0
+    result = serve_bench.table_result(found, slower=10.0, num_clients=3)
+    check(result, num_bars=19)
+    assert [row[0] for row in result.rows[1:]] == [row.mix for row in serve_bench.ROWS]

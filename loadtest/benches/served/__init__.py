@@ -1,7 +1,8 @@
 """Runs the benches of a whole cluster, as its clients see it.
 
 `overlap_bench` measures how much sooner the first token comes because encoding and prefill overlap, `prediction_bench`
-how well the router predicts it, and `isolation_bench` by how much requests with media delay texts. `timed_cluster`
+how well the router predicts it, `isolation_bench` by how much requests with media delay texts, and `serve_bench` how
+many requests of mixed kinds it answers, and when. `timed_cluster`
 serves a cluster whose stages take given times and measures what they cost alone, `timed_chats` sends requests and says
 how long they took, and `ideal_times` computes how fast they could have been. The folder knows nothing of how a request
 is planned, encoded or computed.
@@ -12,5 +13,6 @@ from __future__ import annotations
 from loadtest.benches.served.isolation_bench import run as run_isolation
 from loadtest.benches.served.overlap_bench import run as run_overlap
 from loadtest.benches.served.prediction_bench import run as run_prediction
+from loadtest.benches.served.serve_bench import run as run_serve
 
-__all__ = ["run_isolation", "run_overlap", "run_prediction"]
+__all__ = ["run_isolation", "run_overlap", "run_prediction", "run_serve"]

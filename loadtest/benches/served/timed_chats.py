@@ -135,14 +135,19 @@ FILM_FPS = 30
 FILM_FRAMES = 120
 
 
+def words_of_one_token(model_dir: Path) -> list[str]:
+    """Returns the words that are one token of the model, each with the space ahead of it."""
+    codec = TextCodec.load(model_dir)
+    texts = (codec.decode([token]) for token in range(codec.vocab_size))
+    return [text for text in texts if text.startswith(" ") and text[1:].isalpha() and text.isascii()]
+
+
 class ChatMaker:
     """A `ChatMaker` makes the bodies of requests. Their texts begin with different words, and their media differ, so no
     cache helps."""
 
     def __init__(self, model: str, model_dir: Path, seed: int = 0) -> None:
-        codec = TextCodec.load(model_dir)
-        texts = (codec.decode([token]) for token in range(codec.vocab_size))
-        self._words = [text for text in texts if text.startswith(" ") and text[1:].isalpha() and text.isascii()]
+        self._words = words_of_one_token(model_dir)
         self._model = model
         self._rng = np.random.default_rng(seed)
         self._numbers = count(1000 * seed)

@@ -109,6 +109,7 @@ def test_the_command_line_lists_it() -> None:
         "overlap",
         "prediction",
         "isolation",
+        "serve",
         "figures",
         "index",
         "http",
