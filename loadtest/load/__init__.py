@@ -13,7 +13,7 @@ bench `serve` uses the other modules without it. The folder knows the cluster by
 
 from __future__ import annotations
 
-from loadtest.load.answer_stream import AnswerStream, AnswerTimes
+from loadtest.load.answer_stream import AnswerStream, AnswerTimes, refusal
 from loadtest.load.chat_content import ChatContent, DrawnContent, LoadChat, SizedContent, content_for
 from loadtest.load.load_samples import LoadSample, kind_rows, load_page, summary_json
 from loadtest.load.member_series import SERIES, SeriesWatch
@@ -35,6 +35,7 @@ __all__ = [
     "content_for",
     "kind_rows",
     "load_page",
+    "refusal",
     "scenario_requests",
     "summary_json",
 ]

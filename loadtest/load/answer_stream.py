@@ -84,3 +84,12 @@ class AnswerStream:
             text="".join(self._text),
             error=error,
         )
+
+
+def refusal(status: int, body: bytes) -> str:
+    """Returns the status of an answer, with the code of the error if its body has one."""
+    try:
+        code = json.loads(body)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return str(status)
+    return f"{status} {code}"

@@ -87,22 +87,29 @@ class _Conversations:
     """Remembers what was said in conversations, because a workload does not say which of them are over."""
 
     session_to_turns: dict[int, list[Body]] = field(default_factory=dict)
-    session_to_num_parts: dict[int, int] = field(default_factory=dict)
+    session_to_parts: dict[int, tuple[Any, ...]] = field(default_factory=dict)
 
     def begin_turn(self, request: SimRequest) -> tuple[list[Body], Sequence[Any]]:
-        """Returns the turns so far, and the parts of the request that no earlier turn has had."""
-        num_known = self.session_to_num_parts.get(request.session, 0)
+        """Returns the turns so far, and the parts of the request that no earlier turn has had. A request that does not
+        repeat the earlier turns begins a conversation."""
+        known = self.session_to_parts.get(request.session)
+        if known is None or len(request.parts) <= len(known) or request.parts[: len(known)] != known:
+            return [], request.parts
         # The answer to the earlier turn is one part too.
-        new = request.parts[num_known + 1 :] if num_known else request.parts
-        return self.session_to_turns.get(request.session, []), new
+        return self.session_to_turns[request.session], request.parts[len(known) + 1 :]
 
     def end_turn(self, request: SimRequest, turns: list[Body]) -> None:
         if request.session >= 0:
             self.session_to_turns[request.session] = list(turns)  # The body of the chat keeps its own.
-            self.session_to_num_parts[request.session] = len(request.parts)
+            self.session_to_parts[request.session] = request.parts
         while len(self.session_to_turns) > KEPT_CONVERSATIONS:
             oldest = next(iter(self.session_to_turns))
-            del self.session_to_turns[oldest], self.session_to_num_parts[oldest]
+            del self.session_to_turns[oldest], self.session_to_parts[oldest]
+
+    def answered(self, request: SimRequest, text: str) -> None:
+        """Adds the answer, unless the conversation was forgotten meanwhile."""
+        if self.session_to_parts.get(request.session) == request.parts:
+            self.session_to_turns[request.session].append({"role": "assistant", "content": text})
 
 
 def _chat_body(model: str, turns: list[Body], max_tokens: int) -> Body:
@@ -140,8 +147,7 @@ class SizedContent:
         return LoadChat(request.kind, body)
 
     def answered(self, request: SimRequest, text: str) -> None:
-        turns, _ = self._conversations.begin_turn(request)
-        turns.append({"role": "assistant", "content": text})
+        self._conversations.answered(request, text)
 
     def _part(self, first: int | str, second: int | str) -> Body:
         if (first, second) == QUESTION:
@@ -250,8 +256,7 @@ class DrawnContent:
         return LoadChat(request.kind, _chat_body(self._model, said, MAX_ANSWER_TOKENS), None if turns else answer)
 
     def answered(self, request: SimRequest, text: str) -> None:
-        turns, _ = self._conversations.begin_turn(request)
-        turns.append({"role": "assistant", "content": text})
+        self._conversations.answered(request, text)
 
 
 def _content_of(parts: Sequence[Any]) -> str:

@@ -28,12 +28,12 @@ from gevent.event import Event
 from gevent.pool import Group
 from locust import User, constant, events
 from locust.env import Environment
-from locust.runners import WorkerRunner
+from locust.runners import MasterRunner, WorkerRunner
 from requests.adapters import HTTPAdapter
 
 from fabric.contracts import ConfigError
 from loadtest.benches.bench_result import commit, machine, render_table
-from loadtest.load.answer_stream import AnswerStream, AnswerTimes
+from loadtest.load.answer_stream import AnswerStream, AnswerTimes, refusal
 from loadtest.load.chat_content import LoadChat, content_for
 from loadtest.load.load_samples import LoadSample, kind_rows, load_page, summary_json
 from loadtest.load.member_series import SeriesWatch
@@ -48,6 +48,10 @@ STOP_S = 120.0
 """Locust waits this long for open requests when a test ends, unless `--stop-timeout` says otherwise."""
 WATCH_S = 2.0
 """The cluster's `/metrics` is read this often."""
+IDLE_S = 0.1
+END, ENDED = "weft_end", "weft_ended"
+"""With these messages, the process that reports tells the others that the test ends, and they answer when none of their
+requests is open. Locust itself waits half a second for the last numbers."""
 
 
 def add_load_options(parser: Any) -> None:
@@ -109,6 +113,10 @@ class ChatUser(User):
         return scenario_requests(spec, options.seed, options.num_users or 1, sender)
 
     def send_next(self) -> None:
+        run = load_of(self.environment)
+        if run.is_over:
+            gevent.sleep(IDLE_S)
+            return
         request = next(self._requests)
         earlier = self._session_to_turn.get(request.session)
         if self._is_open_loop:
@@ -117,6 +125,8 @@ class ChatUser(User):
             due_s = self._begun_s + request.arrival_s
             self._session_to_turn[request.session] = over = Event()
             gevent.sleep(max(0.0, due_s - time.perf_counter()))
+            if load_of(self.environment).is_over:  # The test may have ended meanwhile.
+                return
             self._open.spawn(self._ask_after, earlier, over, request, chat, due_s)
             return
         self._session_to_turn[request.session] = over = Event()
@@ -132,6 +142,8 @@ class ChatUser(User):
         self, earlier: Event | None, over: Event, request: SimRequest, chat: LoadChat | None, due_s: float | None
     ) -> None:
         """Sends the request when the earlier turn of its conversation is over."""
+        run = load_of(self.environment)
+        run.num_open += 1
         try:
             if earlier is not None:
                 earlier.wait(ANSWER_S)
@@ -139,6 +151,7 @@ class ChatUser(User):
             chat = chat or self._content.chat(request)
             self._ask(request, chat, due_s)
         finally:
+            run.num_open -= 1
             over.set()
             if self._session_to_turn.get(request.session) is over:
                 del self._session_to_turn[request.session]
@@ -211,15 +224,6 @@ class AnswerFailed(Exception):
     """Says in locust's table of failures why an answer failed."""
 
 
-def refusal(status: int, body: bytes) -> str:
-    """Returns the status of an answer, with the code of the error if its body has one."""
-    try:
-        code = json.loads(body)["error"]["code"]
-    except (ValueError, KeyError, TypeError):
-        return str(status)
-    return f"{status} {code}"
-
-
 @cache
 def key_headers(path: str) -> dict[str, str]:
     """Returns the header with the API key in this file. Raises ConfigError if the file can't be read."""
@@ -259,8 +263,26 @@ class LoadRun:
 
     def __init__(self) -> None:
         self.samples: list[LoadSample] = []
+        self.num_open = 0
+        """Counts the requests without a whole answer."""
+        self.is_over = False
+        """Says that no request is to be sent any more."""
+        self.num_ended = 0
+        """Counts the other processes whose part of the test has ended."""
         self.watch = SeriesWatch()
         self.watching: Any = None
+
+    def end(self, limit_s: float) -> None:
+        """Sends no request any more, and waits for those that are open."""
+        self.is_over = True
+        with gevent.Timeout(limit_s, False):
+            while self.num_open:
+                gevent.sleep(IDLE_S)
+
+    def take_out(self) -> Any:
+        """Returns the samples that were not yet sent to the process that reports."""
+        samples, self.samples = self.samples, []
+        return msgspec.to_builtins(samples)
 
 
 _RUNS: dict[int, LoadRun] = {}
@@ -275,8 +297,12 @@ def prepare(environment: Environment, **_: Any) -> None:
     """Makes locust wait for open requests at the end of a test, so that none is cut and lost for the numbers. Without
     locust's page, where a host may be named later, it checks first that the cluster answers, and exits if not."""
     environment.stop_timeout = environment.stop_timeout or STOP_S
-    options = options_of(environment)
-    if options.headless and not isinstance(environment.runner, WorkerRunner):
+    options, runner = options_of(environment), environment.runner
+    if isinstance(runner, WorkerRunner):
+        runner.register_message(END, end_part, concurrent=True)
+    elif isinstance(runner, MasterRunner):
+        runner.register_message(ENDED, part_has_ended, concurrent=True)
+    if options.headless and not isinstance(runner, WorkerRunner):
         try:
             if not environment.host:
                 raise ConfigError("name the cluster with --host, for example http://127.0.0.1:8000")
@@ -288,14 +314,44 @@ def prepare(environment: Environment, **_: Any) -> None:
 def send_samples(client_id: str, data: dict[str, Any]) -> None:
     """Puts the samples since the last report of this process into its next one."""
     for run in _RUNS.values():
-        data["weft_samples"] = msgspec.to_builtins(run.samples)
-        run.samples = []
+        data["weft_samples"] = run.take_out()
+
+
+def take_samples(client_id: str, data: dict[str, Any]) -> None:
+    """Takes the samples of another process."""
+    for run in _RUNS.values():
+        run.samples += msgspec.convert(data.get("weft_samples", []), list[LoadSample])
+
+
+def end_part(environment: Environment, msg: Any, **_: Any) -> None:
+    """Ends the part of the test that this process runs, and sends the samples that are left."""
+    run = load_of(environment)
+    run.end(environment.stop_timeout)
+    assert environment.runner is not None
+    environment.runner.send_message(ENDED, {"weft_samples": run.take_out()})
+
+
+def part_has_ended(environment: Environment, msg: Any, **_: Any) -> None:
+    take_samples(msg.node_id, msg.data)
+    load_of(environment).num_ended += 1
+
+
+def end_test(environment: Environment, **_: Any) -> None:
+    """Waits until no request is open, in any process, before locust stops its users."""
+    runner, run = environment.runner, load_of(environment)
+    if isinstance(runner, MasterRunner):
+        runner.send_message(END)
+        with gevent.Timeout(environment.stop_timeout, False):
+            while run.num_ended < runner.worker_count:
+                gevent.sleep(IDLE_S)
+    elif not isinstance(runner, WorkerRunner):
+        run.end(environment.stop_timeout)
 
 
 def begin_test(environment: Environment, **_: Any) -> None:
     """Forgets the samples of an earlier test and begins to watch the cluster."""
     run = load_of(environment)
-    run.samples = []
+    run.samples, run.is_over, run.num_ended = [], False, 0
     if not isinstance(environment.runner, WorkerRunner):
         run.watch = SeriesWatch()
         run.watching = gevent.spawn(watch_cluster, environment, run.watch)
@@ -318,12 +374,6 @@ def watch_cluster(environment: Environment, watch: SeriesWatch) -> None:
             return
         watch.take(answer.text, time.time())
         gevent.sleep(WATCH_S)
-
-
-def take_samples(client_id: str, data: dict[str, Any]) -> None:
-    """Takes the samples of another process."""
-    for run in _RUNS.values():
-        run.samples += msgspec.convert(data.get("weft_samples", []), list[LoadSample])
 
 
 def end_watching(environment: Environment, **_: Any) -> None:
@@ -363,5 +413,6 @@ def listen() -> None:
     events.test_start.add_listener(begin_test)
     events.report_to_master.add_listener(send_samples)
     events.worker_report.add_listener(take_samples)
+    events.test_stopping.add_listener(end_test)
     events.test_stop.add_listener(end_watching)
     events.quitting.add_listener(report_load)

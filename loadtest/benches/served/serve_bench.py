@@ -32,6 +32,7 @@ from loadtest.load import (
     SizedContent,
     content_for,
     kind_rows,
+    refusal,
     scenario_requests,
     summary_json,
 )
@@ -170,9 +171,10 @@ async def _ask(target: ChatTarget, content: ChatContent, request: SimRequest) ->
     try:
         async with target.client.stream("POST", "/v1/chat/completions", json=chat.body) as answer:
             if answer.status_code != 200:
-                error = str(answer.status_code)
-            async for data in answer.aiter_raw():
-                stream.feed(data, time.monotonic())
+                error = refusal(answer.status_code, await answer.aread())
+            else:
+                async for data in answer.aiter_raw():
+                    stream.feed(data, time.monotonic())
     except httpx.HTTPError as failure:
         error = type(failure).__name__
     times = stream.end(time.monotonic())

@@ -107,3 +107,12 @@ def test_the_content_follows_the_model() -> None:
     assert isinstance(content_for("auto", "qwen3"), SizedContent)
     with pytest.raises(ConfigError, match="there is no content 'own'; write auto, drawn or sized"):
         content_for("own", "m")
+
+
+def test_the_same_number_of_a_session_may_begin_another_conversation() -> None:
+    content = SizedContent("m")
+    first = content.chat(request((5, 10), session=4))
+    assert content.chat(request((5, 10), session=4)).body == first.body
+    chat = content.chat(request((6, 3), session=4))
+    assert len(chat.body["messages"]) == 1
+    assert len(content_of(chat)[0]["text"].split()) == 3
