@@ -4,7 +4,7 @@ measure speed.
 One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `router_bench`,
 `index_bench`, `cost_bench`, `figures_bench`, `scale`, `front_end` (HTTP), and `cluster_bench`, whose processes are in
 `cluster_members` and `cluster_routers`. The folder `served` runs four benches of a whole cluster whose stages take
-given times: overlap, prediction, isolation and serve. `bench_result` defines what a bench returns, and where it goes.
+given times: overlap, prediction, isolation and serve.
 `engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`
 and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a worker or a server, `synthetic` makes
 their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from fabric.contracts import ConfigError
-from loadtest.benches.bench_result import BenchResult, publish
+from loadtest.bench_result import BenchResult, publish
 
 __all__ = ["run_benches"]
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from deploy.process_setup import set_local_switches, set_switches
 from fabric.contracts import Member
 from fabric.transport import PlaneKeys
-from loadtest.benches.bench_result import RESULTS, Bar, BenchResult
+from loadtest.bench_result import RESULTS, Bar, BenchResult
 from loadtest.benches.cluster_members import ClusterSpec, FleetCounts, serve_fleet
 from loadtest.benches.cluster_routers import DirectoryLoad, RouterSample, call_directory, serve_router
 

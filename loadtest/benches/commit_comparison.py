@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fabric.contracts import ConfigError
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 
 REPOSITORY = Path(__file__).parents[2]
 MIN_SPREAD = 0.03

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric.contracts import EngineStats, FeatureStats, Member, MemberId, PullTime, PullWindow, WorkerReport
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from router.planning import CostDefaults, Learning, Line, LinkClass
 
 NUM_WORKERS = 16

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from loadtest.benches.bench_result import Bar, BenchResult, gpu_name
+from loadtest.bench_result import Bar, BenchResult, gpu_name
 from loadtest.benches.encoder_batching import NUM_PICTURES, BatchingGain, batching_gains
 from loadtest.benches.encoder_towers import Place, Run, clip_l, internvit, qwen2_5_vl, siglip_l, whisper
 from loadtest.benches.encoder_wait import Waits, measure_waits

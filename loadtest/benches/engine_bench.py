@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from deploy import compose
 from deploy.config import ClusterConfig
 from fabric.contracts import ConfigError
-from loadtest.benches.bench_result import Bar, BenchResult, gpu_name
+from loadtest.bench_result import Bar, BenchResult, gpu_name
 from loadtest.benches.chat_load import BenchLoad, Measured, run_load, worker_of
 from loadtest.benches.engine_parts import PROMPT_TOKENS, forward_shares, splice_times
 from loadtest.benches.peer_process import Peer, RoundsPeer, transformers_serve, vllm_serve

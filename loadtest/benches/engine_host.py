@@ -33,7 +33,7 @@ from fabric.contracts import (
 )
 from llm_workers.scheduling import Scheduler
 from llm_workers.worker_config import WorkerConfig
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from modalities.family import Positions
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from deploy.config import ClusterConfig
 from deploy.local import serving
-from loadtest.benches.bench_result import Bar, BenchResult, gpu_name
+from loadtest.bench_result import Bar, BenchResult, gpu_name
 from loadtest.benches.chat_load import BenchLoad, picture_messages, run_chats, weft_body
 from loadtest.benches.peer_process import Peer
 from loadtest.benches.synthetic import IMAGE_SIDE, IMAGE_TOKENS

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.encoder_wait import running_service
 from loadtest.benches.engine_parts import splice_times
 from loadtest.benches.synthetic import llava_1_5_config, model_of_long_films, qwen2_5_vl_config

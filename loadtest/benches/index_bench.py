@@ -24,7 +24,7 @@ from fabric.contracts import ANCHOR_STRIDE, BlockHash, BlocksStored, KvSnapshot,
 from kv_index import PlainTable, PrefixIndex
 from llm_workers.engine import SNAPSHOT_PAGE_BLOCKS
 from llm_workers.scheduling import chain_pages
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 
 DEPTH = 128
 """Every chain has this many blocks."""

@@ -25,7 +25,7 @@ from PIL import Image
 
 from deploy.config import ClusterConfig
 from deploy.config_file import load_config
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 
 NUM_REQUESTS = 2000
 NUM_WARM_UP = 400

@@ -17,7 +17,7 @@ from typing import Any
 from deploy.config import ClusterConfig
 from deploy.config_file import load_config
 from fabric.contracts import FeatureTicket
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.chat_load import BenchLoad, Measured, run_load, worker_of
 
 CONCURRENCIES = (1, 8, 32)

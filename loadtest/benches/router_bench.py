@@ -49,7 +49,7 @@ from fabric.contracts import (
     key_of,
 )
 from kv_index import prompt_block_hashes
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from modalities.family import ModelShape
 from router.planning import ClusterState, LandingGoal, LandingProblem, PlannerSettings, RouteQuery, improve, land_rows
 

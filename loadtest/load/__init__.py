@@ -2,7 +2,7 @@
 
     scenarios      names mixes of requests: which kinds, how many, how they arrive
     chat_content   makes the bodies of chats: drawn questions with a known answer, or words and media of a given size
-    answer_stream  reads the server-sent events of an answer, and takes its times
+    timed_answer   reads the server-sent events of an answer, and takes its times
     load_samples   holds the times of one answer, and makes tables, plots and a page of many
     member_series  reads from `/metrics` how busy encoders and workers are during the load
     locust_chats   is the user of locust, which sends the requests of a scenario
@@ -13,25 +13,25 @@ bench `serve` uses the other modules without it. The folder knows the cluster by
 
 from __future__ import annotations
 
-from loadtest.load.answer_stream import AnswerStream, AnswerTimes, refusal
 from loadtest.load.chat_content import ChatContent, DrawnContent, LoadChat, SizedContent, content_for
 from loadtest.load.load_samples import LoadSample, kind_rows, load_page, summary_json
 from loadtest.load.member_series import SERIES, SeriesWatch
-from loadtest.load.scenarios import DOCUMENT_MIXES, SCENARIOS, Scenario, scenario_requests
+from loadtest.load.scenarios import DOCUMENT_MIXES, SCENARIOS, LoadScenario, scenario_requests
+from loadtest.load.timed_answer import AnswerTimes, TimedAnswer, refusal
 
 __all__ = [
     "DOCUMENT_MIXES",
     "SCENARIOS",
     "SERIES",
-    "AnswerStream",
     "AnswerTimes",
     "ChatContent",
     "DrawnContent",
     "LoadChat",
     "LoadSample",
-    "Scenario",
+    "LoadScenario",
     "SeriesWatch",
     "SizedContent",
+    "TimedAnswer",
     "content_for",
     "kind_rows",
     "load_page",

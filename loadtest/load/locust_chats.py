@@ -32,12 +32,12 @@ from locust.runners import MasterRunner, WorkerRunner
 from requests.adapters import HTTPAdapter
 
 from fabric.contracts import ConfigError
-from loadtest.benches.bench_result import commit, machine, render_table
-from loadtest.load.answer_stream import AnswerStream, AnswerTimes, refusal
+from loadtest.bench_result import commit, machine, render_table
 from loadtest.load.chat_content import LoadChat, content_for
 from loadtest.load.load_samples import LoadSample, kind_rows, load_page, summary_json
 from loadtest.load.member_series import SeriesWatch
 from loadtest.load.scenarios import SCENARIOS, scenario_requests
+from loadtest.load.timed_answer import AnswerTimes, TimedAnswer, refusal
 from loadtest.simulator import SimRequest
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class ChatUser(User):
     def _stream(self, data: bytes, sent_s: float) -> tuple[AnswerTimes, int]:
         """Sends a body and reads its answer. Returns its times and its size in bytes. Raises nothing: what goes wrong
         with the connection is the error of the answer."""
-        stream, num_bytes = AnswerStream(sent_s), 0
+        stream, num_bytes = TimedAnswer(sent_s), 0
         headers = {"content-type": "application/json", "accept-encoding": "identity", **self._headers}
         try:
             with self._session.post(self._url, data=data, headers=headers, stream=True, timeout=ANSWER_S) as answer:

@@ -1,6 +1,6 @@
 """Names the scenarios of a load test: which kinds of requests a cluster gets, and how they arrive.
 
-A `Scenario` is a name and the simulator's `WorkloadSpec`, so that what locust sends to a cluster is what `weft
+A `LoadScenario` is a name and the simulator's `WorkloadSpec`, so that what locust sends to a cluster is what `weft
 simulate` can send to a simulated one. `scenario_requests` draws its requests for one sender. Several senders together
 make the load of the scenario: each takes its share of the rate, and draws from a seed of its own.
 
@@ -31,8 +31,8 @@ DOCUMENT_MIXES: Mapping[str, Mapping[str, float]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Scenario:
-    """A `Scenario` is a mix of requests with a name."""
+class LoadScenario:
+    """A `LoadScenario` is a mix of requests with a name."""
 
     name: str
     summary: str
@@ -52,40 +52,40 @@ class Scenario:
 DEFAULTS: Mapping[str, float | bool | int] = MappingProxyType({"mean_prompt": 64.0, "mean_output": 32.0})
 """Holds what a scenario does not say. Prompts and answers are short, so that a small machine can run every scenario."""
 
-SCENARIOS: Mapping[str, Scenario] = MappingProxyType(
+SCENARIOS: Mapping[str, LoadScenario] = MappingProxyType(
     {
         one.name: one
         for one in (
-            Scenario("text", "Texts alone.", {"text": 1.0}),
-            Scenario("image", "Each request has one picture.", {"image": 1.0}),
-            Scenario("multi-image", "Each request has two to four pictures.", {"image*2": 0.5, "image*4": 0.5}),
-            Scenario("video", "Each request has one video of 30 frames.", {"video-30f": 1.0}),
-            Scenario("audio", "Each request has one sound of 5 s.", {"audio-5s": 1.0}),
-            Scenario(
+            LoadScenario("text", "Texts alone.", {"text": 1.0}),
+            LoadScenario("image", "Each request has one picture.", {"image": 1.0}),
+            LoadScenario("multi-image", "Each request has two to four pictures.", {"image*2": 0.5, "image*4": 0.5}),
+            LoadScenario("video", "Each request has one video of 30 frames.", {"video-30f": 1.0}),
+            LoadScenario("audio", "Each request has one sound of 5 s.", {"audio-5s": 1.0}),
+            LoadScenario(
                 "mixed",
                 "Texts, pictures, videos and sounds together.",
                 {"text": 0.55, "image": 0.25, "video-30f": 0.1, "audio-5s": 0.1},
             ),
-            Scenario(
+            LoadScenario(
                 "multi-turn",
                 "Conversations of four turns on average, whose earlier turns workers may still have in their caches.",
                 {"text": 0.6, "image": 0.4},
                 {"mean_turns": 4.0, "think_s": 2.0},
             ),
-            Scenario(
+            LoadScenario(
                 "shared-pictures",
                 "Four in five pictures are among 16 popular ones, whose features encoders may still have.",
                 {"image": 1.0},
                 {"shared_media": 0.8, "num_shared": 16},
             ),
-            Scenario(
+            LoadScenario(
                 "bursts",
                 "Requests come in bursts: the times between them vary four times as much as at random.",
                 {"text": 0.7, "image": 0.3},
                 {"burstiness": 4.0},
             ),
             *(
-                Scenario(name, "A row of the table of mixed workloads in the OmniConnector article.", shares)
+                LoadScenario(name, "A row of the table of mixed workloads in the OmniConnector article.", shares)
                 for name, shares in DOCUMENT_MIXES.items()
             ),
         )

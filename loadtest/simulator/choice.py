@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fabric.contracts import RequestId
-from loadtest.benches.bench_result import Bar
+from loadtest.bench_result import Bar
 from loadtest.report_page import Percentiles, Plot, Table
 from loadtest.simulator.choice_curve import LOADS, curve_parts, curve_points
 from loadtest.simulator.cost_tables import load_table

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from fabric.contracts import ConfigError
-from loadtest.benches.bench_result import Bar, BenchResult, commit, machine, publish, render_table
+from loadtest.bench_result import Bar, BenchResult, commit, machine, publish, render_table
 from loadtest.report_page import Plot, Table, write_report
 from loadtest.simulator.choice import EXPERIMENTS, LARGE_RUNS, MIX, ONLY_BY_NAME, ChoiceScale, Experiment, LargeRun
 from loadtest.simulator.cost_tables import load_table

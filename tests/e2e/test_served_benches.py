@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.testing import in_process_cluster
-from loadtest.benches.bench_result import BenchResult
+from loadtest.bench_result import BenchResult
 from loadtest.benches.served import isolation_bench, overlap_bench, prediction_bench, serve_bench
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, send_each
 from loadtest.benches.served.timed_cluster import TimedStages, cluster_config

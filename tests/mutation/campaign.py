@@ -206,7 +206,7 @@ def reason_for(function: str, removed: str, added: str, reasons: Sequence[Mappin
 
 def render(sample: Sequence[Mutant], num_all: int, seed: int) -> str:
     """Returns the text of SURVIVORS.md: the score per package, then each survivor with its change and its reason."""
-    from loadtest.benches.bench_result import commit, machine
+    from loadtest.bench_result import commit, machine
 
     counts: dict[str, Counter[str]] = {package: Counter() for package in PACKAGES}
     for mutant in sample:

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from deploy.testing import TINY_MODEL
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.front_end.simulated_router import SimulatedRouter, simulated_router
 from loadtest.benches.front_end.stream_clients import HttpCounts, HttpLoad, StreamClients
 

@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.scale.scale_case import ScaleCase
 
 __all__ = ["run"]

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.served.timed_chats import (
     ChatKind,
     ChatMaker,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.served.ideal_times import IdealRequest, ideal_ttfts_s, possible_saving
 from loadtest.benches.served.timed_chats import (
     ChatKind,

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.served.timed_chats import ChatKind, ChatMaker, ChatTarget, TimedChat, oversleeping, send_from
 from loadtest.benches.served.timed_cluster import SETTLE_S, TimedStages, cluster_config, on_ray, served_model
 

@@ -19,17 +19,17 @@ from typing import NamedTuple
 import httpx
 
 from fabric.contracts import ConfigError
-from loadtest.benches.bench_result import Bar, BenchResult
+from loadtest.bench_result import Bar, BenchResult
 from loadtest.benches.served.timed_chats import ChatTarget, words_of_one_token
 from loadtest.benches.served.timed_cluster import TimedStages, cluster_config, on_ray, served_model
 from loadtest.load import (
     SCENARIOS,
-    AnswerStream,
     ChatContent,
     LoadChat,
     LoadSample,
     SeriesWatch,
     SizedContent,
+    TimedAnswer,
     content_for,
     kind_rows,
     refusal,
@@ -40,13 +40,13 @@ from loadtest.simulator import SimRequest, WorkloadSpec
 
 WATCH_S = 1.0
 NUM_CLIENTS = 26
-"""So many clients, each with one request after the other, give the article's rate for text alone (see
-`loadtest.simulator.document_figures`)."""
+"""The simulator reaches the article's rate for text alone with this number of clients, each of which sends one request
+after the other (`loadtest/simulator/document_figures.py`)."""
 FEWER_TOKENS = 16
 MEAN_WORDS, MEAN_OUTPUT = 1250 / FEWER_TOKENS - 8, 20.0
 """The chat template adds about eight tokens to a text."""
 PICTURE, VIDEO = "image-224", "video-30f-112p"
-"""They have 64 and 240 tokens, a sixteenth of the article's picture and video."""
+"""The two have 64 and 240 tokens, a sixteenth of the article's picture and video."""
 STAGES = TimedStages(pass_s=0.002, s_per_patch=4e-5, step_s=0.006, s_per_token=2e-4, s_per_decode=3e-5)
 """The worker's times are those with which the simulator reproduces the table. With the encoder's, a video takes 40 ms
 (the article says 48.7) and a picture 12 (4.8), because a patch costs the same in both."""
@@ -167,7 +167,7 @@ async def _watch(target: ChatTarget, watch: SeriesWatch) -> None:
 async def _ask(target: ChatTarget, content: ChatContent, request: SimRequest) -> LoadSample:
     chat: LoadChat = content.chat(request)
     sent_s = time.monotonic()
-    stream, error = AnswerStream(sent_s), ""
+    stream, error = TimedAnswer(sent_s), ""
     try:
         async with target.client.stream("POST", "/v1/chat/completions", json=chat.body) as answer:
             if answer.status_code != 200:

@@ -11,8 +11,7 @@ from pathlib import Path
 BENCH = """
 import subprocess, sys
 from pathlib import Path
-from loadtest import benches
-from loadtest.benches import bench_result
+from loadtest import bench_result, benches
 
 def run(_):
     print("chatter of the bench")

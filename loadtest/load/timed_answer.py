@@ -1,6 +1,6 @@
 """Reads the server-sent events of a chat completion, and takes the times of its tokens.
 
-An `AnswerStream` is fed the bytes of an answer as they arrive, each with the moment of arrival, and returns the
+A `TimedAnswer` is fed the bytes of an answer as they arrive, each with the moment of arrival, and returns the
 `AnswerTimes` at the end. It works with every client that hands out bytes, and with every server that implements the
 OpenAI API. The module knows nothing of how the bytes came, and reads no clock.
 """
@@ -29,7 +29,7 @@ class AnswerTimes(NamedTuple):
         return (self.total_s - self.ttft_s) / (self.num_output - 1) if self.num_output > 1 else 0.0
 
 
-class AnswerStream:
+class TimedAnswer:
     """Collects one answer, from the moment when its request was sent."""
 
     def __init__(self, sent_s: float) -> None:
