@@ -5,6 +5,7 @@ module when the command runs, so that `weft version` takes no second.
 
     serve_cluster    `weft serve`
     config_checks    `weft check`, `weft key`
+    config_writer    `weft init`
     cluster_status   `weft status`
     request_waterfall  `weft trace`
     chat_session   `weft chat`

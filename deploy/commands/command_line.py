@@ -79,6 +79,7 @@ def build_parser() -> WeftParser:
     _add_serve(commands)
     _add_checks(commands)
     _add_measurements(commands)
+    _add_init(commands)
     _add_status(commands)
     _add_trace(commands)
     _add_chat(commands)
@@ -204,6 +205,27 @@ def _add_chat(commands: Commands[WeftParser]) -> None:
     chat.set_defaults(run=_chat)
 
 
+def _add_init(commands: Commands[WeftParser]) -> None:
+    init = commands.add_parser(
+        "init", help="writes a config for the GPUs of this machine: how many encoders and workers, and how large"
+    )
+    which = init.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", type=Path, metavar="DIR", help="is the transformers model that the cluster serves")
+    which.add_argument("--demo", action="store_true", help="serves the demo model")
+    init.add_argument(
+        "--output",
+        type=Path,
+        default=Path("weft.yaml"),
+        metavar="FILE",
+        help="writes here (default: weft.yaml); - prints",
+    )
+    init.add_argument("--force", action="store_true", help="replaces a file that is there")
+    init.add_argument(
+        "--gpus", metavar="LIST", help="plans for these instead, for example 8x80GB, or for a machine with none"
+    )
+    init.set_defaults(run=_init)
+
+
 def _seconds(text: str) -> float:
     """Reads a time of zero or more seconds."""
     value = float(text)
@@ -284,6 +306,12 @@ def _chat(arguments: argparse.Namespace) -> int:
     from deploy.commands.chat_session import chat
 
     return chat(arguments)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    from deploy.commands.config_writer import init
+
+    return init(arguments)
 
 
 def _version(_: argparse.Namespace) -> int:

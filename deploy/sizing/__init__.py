@@ -5,15 +5,32 @@ largest medium of each modality that the limits permit, because that medium must
 parameters of a checkpoint from the headers of its files.
 
 The replicas take the sizes of their arenas from here, `weft serve` asks whether the config is too small, and `weft
-check` prints the table. The folder allocates nothing, imports no torch, and knows nothing of Ray or of requests.
+check` prints the table. `planned_cluster` turns this around: it finds the pools, and the numbers of encoders and
+workers, that fit the devices of a machine (`weft init`). The folder allocates nothing, imports no torch, and knows
+nothing of Ray or of requests.
 """
 
-from deploy.sizing.budget import arena_bytes, budget_lines, check_budget, inbox_bytes, refuse_if_too_small
+from deploy.sizing.budget import (
+    arena_bytes,
+    budget_lines,
+    check_budget,
+    inbox_bytes,
+    machine_bytes,
+    refuse_if_too_small,
+)
+from deploy.sizing.planned_cluster import GpuDevice, Machine, PlannedCluster, plan_cluster
+from deploy.sizing.stored_weights import read_stored_weights
 
 __all__ = [
+    "GpuDevice",
+    "Machine",
+    "PlannedCluster",
     "arena_bytes",
     "budget_lines",
     "check_budget",
     "inbox_bytes",
+    "machine_bytes",
+    "plan_cluster",
+    "read_stored_weights",
     "refuse_if_too_small",
 ]

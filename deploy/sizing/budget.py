@@ -63,11 +63,18 @@ class Budget(NamedTuple):
     all."""
 
 
-def plan_budget(config: ClusterConfig, model: compose.Model, weights: StoredWeights | None) -> Budget:
-    """Returns the memory budget of a cluster that serves this model."""
+def plan_budget(
+    config: ClusterConfig,
+    model: compose.Model,
+    weights: StoredWeights | None,
+    largest: Sequence[LargestItem] | None = None,
+) -> Budget:
+    """Returns the memory budget of a cluster that serves this model. `largest` are the largest media that the config
+    permits, if the caller knows them already: finding them takes longer than all else."""
     family = model.family
     modalities = compose.loaded_modalities(config, family)
-    largest = largest_items(family, modalities, compose.media_limits(config), compose.video_options(config))
+    if largest is None:
+        largest = largest_items(family, modalities, compose.media_limits(config), compose.video_options(config))
     dtype, shape = config.model.dtype, family.shape
     problems = shortfalls(shape, compose.worker_config(config), inbox_bytes(config), dtype, largest)
     processes = [_worker(config, family, weights, largest)]
