@@ -247,6 +247,7 @@ CHECKS: dict[str, Callable[[str], Check]] = {
         lambda seen: 0 < seen.now.sum(name) <= seen.now.sum("weft_worker_doorstep_wait_seconds_total")
     ),
     "weft_worker_engine_age_seconds": between(0.0, 60.0),
+    "weft_worker_step_seconds_total": within_the_load,
     "weft_worker_work_seconds_total": within_the_load,
     "weft_worker_doorstep_wait_seconds_total": lambda name: (
         lambda seen: (
