@@ -403,6 +403,9 @@ class RaySection(Section):
     cluster_name: str = Field(default_of(RouterConfig, "cluster_name"), pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
     """Names this cluster on its Ray, where the Serve application and the directory carry this name. Each cluster needs
     its own name."""
+    token_file: LocalFile | None = None
+    """Names the file with the token of the Ray at `address`. With None, Ray looks for the token itself
+    (`RAY_AUTH_TOKEN`, `RAY_AUTH_TOKEN_PATH`, `~/.ray/auth_token`)."""
     temp_dir: Path | None = None
     """Holds the files of a Ray that `weft serve` starts; None means the folder for temporary files."""
 

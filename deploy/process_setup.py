@@ -60,6 +60,14 @@ def set_local_switches() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
+def use_token_file(path: Path) -> None:
+    """Makes Ray show the token in this file, where the environment names no token itself. Call it before importing
+    Ray."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(path))
+
+
 def keep_ranks_on_loopback() -> None:
     """Keeps the connections between ranks on the loopback interface; call it if all ranks are on this machine."""
     for library in ("GLOO", "NCCL"):

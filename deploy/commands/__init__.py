@@ -4,6 +4,7 @@
 module when the command runs, so that `weft version` takes no second.
 
     serve_cluster    `weft serve`
+    ray_node         `weft node start`
     config_checks    `weft check`, `weft key`
     config_writer    `weft init`
     cluster_status   `weft status`

@@ -77,6 +77,7 @@ def build_parser() -> WeftParser:
     parser = WeftParser(prog="weft", description="Serves multimodal models, with encoders on devices of their own.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_node(commands)
     _add_checks(commands)
     _add_measurements(commands)
     _add_init(commands)
@@ -120,6 +121,25 @@ def _add_serve(commands: Commands[WeftParser]) -> None:
     # The supervisor runs this command after a server that was killed or failed.
     serve.add_argument("--remove-left", action="store_true", help=argparse.SUPPRESS)
     serve.set_defaults(run=_serve)
+
+
+def _add_node(commands: Commands[WeftParser]) -> None:
+    node = commands.add_parser("node", help="makes this machine a node of a Ray of several machines")
+    start = node.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "start", help="runs `ray start` with the switches, the token and the fixed ports that Weft needs"
+    )
+    role = start.add_mutually_exclusive_group(required=True)
+    role.add_argument("--head", action="store_true", help="starts the first node, which the others join")
+    role.add_argument("--address", metavar="HOST:PORT", help="joins the head at this address")
+    start.add_argument("--config", type=Path, help="reads the network of the nodes from this YAML file")
+    start.add_argument("--node-address", metavar="ADDRESS", help="is this node's own address")
+    start.add_argument("--first-port", type=int, default=6379, help="is the first of ten ports (default: 6379)")
+    start.add_argument("--token-file", type=Path, help="has Ray's token (default: ~/.ray/auth_token)")
+    start.add_argument("--print", action="store_true", help="prints the command and its variables, and starts nothing")
+    start.add_argument(
+        "ray_options", nargs="*", metavar="-- OPTION", help="are further options of `ray start`, after a --"
+    )
+    start.set_defaults(run=_start_node)
 
 
 def _add_checks(commands: Commands[WeftParser]) -> None:
@@ -259,6 +279,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     from deploy.commands.serve_cluster import serve
 
     return serve(arguments)
+
+
+def _start_node(arguments: argparse.Namespace) -> int:
+    from deploy.commands.ray_node import start_node
+
+    return start_node(arguments)
 
 
 def _check(arguments: argparse.Namespace) -> int:

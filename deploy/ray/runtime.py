@@ -29,7 +29,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.http_server import check_port
 from deploy.network import local_interfaces
-from deploy.process_setup import set_local_switches, show_logs_as_written
+from deploy.process_setup import set_local_switches, show_logs_as_written, use_token_file
 from deploy.sizing import refuse_if_too_small
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import ConfigError, Unavailable
@@ -104,6 +104,7 @@ def run_cluster(
         from ray import serve
 
         from deploy.ray.directory import claim_name
+        from deploy.ray.joining import deploy_app
         from deploy.ray.nodes import check_nodes
         from deploy.ray.serve_app import build_app
 
@@ -116,7 +117,7 @@ def run_cluster(
         if is_joined:
             _remove_left(name)
         try:
-            handle = serve.run(build_app(config, model.directory), name=name, route_prefix=None)
+            handle = deploy_app(build_app(config, model.directory), name)
             node, port = handle.endpoint.remote().result(timeout_s=ready_timeout_s)
             is_secure = config.server.tls_cert_file is not None
             cluster = RunningCluster(
@@ -153,6 +154,10 @@ def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, com
         if (tls := TlsFiles.of(config.server)) is not None:
             check_tls(tls)
         set_local_switches()
+    elif config.ray.token_file is not None:
+        if not config.ray.token_file.is_file():
+            raise ConfigError(f"ray.token_file is {config.ray.token_file}, which is not a file")
+        use_token_file(config.ray.token_file)
     if config.logging.to == "terminal":
         show_logs_as_written()
     return config, model
@@ -227,16 +232,12 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
     import ray
 
     from deploy.ray.directory import NAMESPACE
+    from deploy.ray.joining import join_ray
 
     is_carried = config.logging.to == "terminal"
     if config.ray.address is not None:
         with _own_handlers():
-            ray.init(
-                address=config.ray.address,
-                namespace=NAMESPACE,
-                log_to_driver=is_carried,
-                logging_level="WARNING",
-            )
+            join_ray(config.ray.address, NAMESPACE, log_to_driver=is_carried)
         try:
             yield
         finally:
