@@ -14,7 +14,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -134,4 +134,15 @@ def own_address(section: NetworkSection, ray_address: str | None) -> NodeAddress
     else:
         node = choose_address(section, interfaces, ray_address, os.environ)
     bind_transports(section, node, os.environ)
+    check_devices(os.environ["UCX_NET_DEVICES"], (*interfaces, *rdma_ports(SYSTEM_ROOT)))
     return node
+
+
+def check_devices(wanted: str, present: Sequence[str]) -> None:
+    """Raises ConfigError if UCX may use none of the devices that are present, which it would say in its log only."""
+    names = [name.strip() for name in wanted.split(",")]
+    if "all" not in names and not set(names) & set(present):
+        raise ConfigError(
+            f"UCX_NET_DEVICES is {wanted} (from network.ucx_net_devices, or the node's environment), but the node's "
+            f"devices are {', '.join(sorted(present))}"
+        )

@@ -60,12 +60,14 @@ def set_local_switches() -> None:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
-def use_token_file(path: Path) -> None:
-    """Makes Ray show the token in this file, where the environment names no token itself. Call it before importing
-    Ray."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if "RAY_AUTH_TOKEN" not in os.environ:
-        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(path))
+def show_token(token_file: Path | None) -> None:
+    """Makes Ray show a token to the Ray that this process joins: that of the file, or else the one that Ray finds by
+    itself. Without a mode in the environment, Ray would show none, also if it has one. Call it before importing Ray."""
+    if token_file is not None and "RAY_AUTH_TOKEN" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token_file))
+    named = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+    if named or (Path.home() / ".ray" / "auth_token").is_file():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 def keep_ranks_on_loopback() -> None:

@@ -21,6 +21,7 @@ from functools import partial
 
 import ray
 from ray.exceptions import ActorDiedError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.ray.removal import replica_names
 from fabric.contracts import ConfigError, Member, MemberId, ScalingReport, SystemClock, Unavailable
@@ -134,7 +135,7 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
     while True:
         try:
             return DirectoryActor.options(  # type: ignore[attr-defined]  # added by ray.remote
-                name=f"{cluster}-directory", namespace=NAMESPACE
+                name=f"{cluster}-directory", namespace=NAMESPACE, scheduling_strategy=_here()
             ).remote(LEASE_S, PlaneKeys.make())
         except ValueError as error:  # The name is taken.
             if time.monotonic() > deadline_s:
@@ -160,6 +161,12 @@ def check_unclaimed(cluster: str) -> None:
     if owner is None:
         message = f"a server runs a cluster named {cluster!r} on this Ray; set ray.cluster_name to another name"
         raise ConfigError(message)
+
+
+def _here() -> NodeAffinitySchedulingStrategy:
+    """Returns the strategy that puts the directory on this process's node. It ends with this process anyway, so no
+    other node's end can take it away."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
 
 
 def directory_actor(cluster: str) -> ray.actor.ActorHandle:

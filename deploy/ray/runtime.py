@@ -29,7 +29,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.http_server import check_port
 from deploy.network import local_interfaces
-from deploy.process_setup import set_local_switches, show_logs_as_written, use_token_file
+from deploy.process_setup import set_local_switches, show_logs_as_written, show_token
 from deploy.sizing import refuse_if_too_small
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import ConfigError, Unavailable
@@ -154,10 +154,10 @@ def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, com
         if (tls := TlsFiles.of(config.server)) is not None:
             check_tls(tls)
         set_local_switches()
-    elif config.ray.token_file is not None:
-        if not config.ray.token_file.is_file():
-            raise ConfigError(f"ray.token_file is {config.ray.token_file}, which is not a file")
-        use_token_file(config.ray.token_file)
+    else:
+        if (token_file := config.ray.token_file) is not None and not token_file.is_file():
+            raise ConfigError(f"ray.token_file is {token_file}, which is not a file")
+        show_token(config.ray.token_file)
     if config.logging.to == "terminal":
         show_logs_as_written()
     return config, model

@@ -49,6 +49,8 @@ class NamespacedHost:
     """Is a folder that has the same path on every host and other content on each."""
     cables: dict[str, str]
     """Maps each interface that leads to another host to the address that this host has there."""
+    started: list[subprocess.Popen[str]]
+    """Holds what was started on the host."""
 
     @property
     def address(self) -> str:
@@ -59,7 +61,7 @@ class NamespacedHost:
         self, command: Sequence[str], environment: Mapping[str, str], output: IO[str] | int = subprocess.PIPE
     ) -> subprocess.Popen[str]:
         """Starts a command on the host, with exactly this environment."""
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [*_enter(self.pid), *command],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
@@ -68,6 +70,16 @@ class NamespacedHost:
             text=True,
             start_new_session=True,
         )
+        self.started.append(process)
+        return process
+
+    def terminate(self, process: subprocess.Popen[str]) -> None:
+        """Sends SIGTERM to a command that `start` started. The process itself only entered the namespaces, and its
+        child is the command."""
+        if process.poll() is None:
+            for child in _children(process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGTERM)
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], timeout_s: float = 60.0) -> str:
         """Runs a command on the host and returns what it printed. Raises subprocess.CalledProcessError if it fails."""
@@ -85,8 +97,15 @@ class NamespacedHost:
 
     def cut(self) -> None:
         """Takes the host's cables down, as if they were pulled out."""
+        self._set_cables("down")
+
+    def plug_in(self) -> None:
+        """Brings the cables up again."""
+        self._set_cables("up")
+
+    def _set_cables(self, state: str) -> None:
         for interface in self.cables:
-            _call([*_enter(self.pid), "ip", "link", "set", interface, "down"])
+            _call([*_enter(self.pid, "--net"), "ip", "link", "set", interface, state])
 
     def received_bytes(self) -> int:
         """Returns the bytes that have arrived over the host's cables so far."""
@@ -140,19 +159,31 @@ def _host(name: str, folder: Path) -> Iterator[NamespacedHost]:
         text=True,
         preexec_fn=_die_with_parent,
     )
+    host: NamespacedHost | None = None
     try:
         assert holder.stdout is not None
         said = holder.stdout.readline()
         if said != "ready\n":
             holder.kill()
             raise OSError(f"{said}{holder.stdout.read()}".strip())
-        children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
-        yield NamespacedHost(name, int(children[0]), folder, {})
+        host = NamespacedHost(name, _children(holder.pid)[0], folder, {}, [])
+        yield host
     finally:
         holder.kill()  # Its child, the first process of the host, dies with it, and the host with that.
         holder.wait()
+        for process in () if host is None else host.started:
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
         if holder.stdout is not None:
             holder.stdout.close()
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # The process has ended.
+        return []
 
 
 def _die_with_parent() -> None:

@@ -8,7 +8,14 @@ import pytest
 
 from deploy.config import ClusterConfig, NetworkSection
 from deploy.config_file import check_config
-from deploy.network import NodeAddress, bind_transports, choose_address, local_interfaces, own_address
+from deploy.network import (
+    NodeAddress,
+    bind_transports,
+    check_devices,
+    choose_address,
+    local_interfaces,
+    own_address,
+)
 from fabric.contracts import ConfigError
 
 NODE = {
@@ -135,3 +142,10 @@ def test_wrong_values_are_refused_with_their_key(text: str, said: str) -> None:
 def test_one_interface_or_subnet_needs_no_list() -> None:
     section = ClusterConfig.model_validate({"network": {"interface": "eth1", "subnet": "10.1.0.7/16"}}).network
     assert (section.interface, section.subnet) == (("eth1",), ("10.1.0.0/16",))
+
+
+def test_devices_that_are_not_there_are_refused() -> None:
+    check_devices("mlx5_0:1, eth1", ("eth1", "lo"))
+    check_devices("all", ("lo",))
+    with pytest.raises(ConfigError, match=r"UCX_NET_DEVICES is eth9 .*devices are eth1, lo"):
+        check_devices("eth9", ("lo", "eth1"))
