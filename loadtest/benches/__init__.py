@@ -8,7 +8,7 @@ given times: overlap, prediction, isolation and serve.
 `engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`
 and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a worker or a server, `synthetic` makes
 their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
-`commit_comparison` runs one of the benches on two commits.
+`commit_comparison` runs one of the benches on two commits. `namespaced_hosts` makes several hosts out of one machine.
 
 The command line imports `run_benches` alone, and a bench's own module is imported when it runs. The folder knows
 nothing of how Weft is deployed beyond what `deploy` offers.
