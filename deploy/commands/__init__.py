@@ -8,6 +8,7 @@ module when the command runs, so that `weft version` takes no second.
     config_checks    `weft check`, `weft key`
     config_writer    `weft init`
     cluster_status   `weft status`
+    cluster_top      `weft top`
     request_waterfall  `weft trace`
     chat_session   `weft chat`
     chat_history   keeps a conversation, and reads streamed answers

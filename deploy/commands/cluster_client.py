@@ -196,6 +196,10 @@ class ClusterClient:
             return ConfigError(f"{url} asks for a certificate of the client; name it with --client-cert-file FILE")
         if "_ALERT_" in said and self.options.client_cert_file is not None:
             return ConfigError(f"{url} does not take the certificate of --client-cert-file ({said})")
+        if isinstance(error, httpx.RemoteProtocolError) and "disconnected" in said:
+            return Unavailable(
+                f"{url} closed the connection without an answer; is it restarting, or does it speak HTTPS?"
+            )
         if isinstance(error, httpx.RemoteProtocolError):
             return ConfigError(f"{url} does not answer in HTTP ({said}); if it speaks HTTPS, try --url https://...")
         if isinstance(error, httpx.TimeoutException):

@@ -82,6 +82,7 @@ def build_parser() -> WeftParser:
     _add_measurements(commands)
     _add_init(commands)
     _add_status(commands)
+    _add_top(commands)
     _add_trace(commands)
     _add_chat(commands)
     demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
@@ -246,6 +247,18 @@ def _add_init(commands: Commands[WeftParser]) -> None:
     init.set_defaults(run=_init)
 
 
+def _add_top(commands: Commands[WeftParser]) -> None:
+    top = commands.add_parser("top", help="shows rates, members and requests of a cluster, and goes on doing so")
+    top.add_argument(
+        "--interval", type=_seconds, default=1.0, metavar="SECONDS", help="reads the cluster so often (default: 1)"
+    )
+    top.add_argument(
+        "--window", type=_seconds, default=15.0, metavar="SECONDS", help="averages rates over so long (default: 15)"
+    )
+    _add_cluster_options(top)
+    top.set_defaults(run=_top)
+
+
 def _seconds(text: str) -> float:
     """Reads a time of zero or more seconds."""
     value = float(text)
@@ -338,6 +351,12 @@ def _init(arguments: argparse.Namespace) -> int:
     from deploy.commands.config_writer import init
 
     return init(arguments)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from deploy.commands.cluster_top import top
+
+    return top(arguments)
 
 
 def _version(_: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pyte
 
-CTRL_C, CTRL_D, ENTER, ALT_ENTER, ESCAPE = "\x03", "\x04", "\r", "\x1b\r", "\x1b"
+CTRL_C, CTRL_D, ENTER, ALT_ENTER, END = "\x03", "\x04", "\r", "\x1b\r", "\x1b[F"
 
 
 class PseudoTerminal:

@@ -192,6 +192,8 @@ def test_certificates_that_are_wrong_or_missing_are_told(tmp_path: Path) -> None
             assert asking.readiness()["num_workers"] == 1
     with served(None, OK) as port:
         assert "does not speak HTTPS; try --url http://" in tried(f"https://127.0.0.1:{port}").message
+    with served(None, b"") as port:
+        assert "is it restarting, or does it speak HTTPS?" in tried(f"http://127.0.0.1:{port}").message
     with served(None, b"\x15\x03\x01\x00\x02\x02\x46") as port:
         assert "if it speaks HTTPS, try --url https://" in tried(f"http://127.0.0.1:{port}").message
 
