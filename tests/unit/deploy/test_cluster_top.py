@@ -211,7 +211,7 @@ def test_a_real_router_on_a_terminal(tmp_path: Path) -> None:
             terminal.send(ENTER)
             terminal.shows("PREDICTED AGAINST ACTUAL")
             terminal.send(END)
-            terminal.shows(lambda screen: "ROUTE" in screen and "the router compared 2 workers." in screen)
+            terminal.shows(lambda screen: "ROUTE" in screen and "the router compared 2 workers" in screen)
             terminal.send("q")
             terminal.shows("TOKENS")
             terminal.send("q")
