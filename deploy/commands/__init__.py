@@ -3,18 +3,19 @@
 `command_line` defines commands and options, and says which one is meant by a misspelled word. It imports a command's
 module when the command runs, so that `weft version` takes no second.
 
-    serve_cluster    `weft serve`
-    ray_node         `weft node start`
-    config_checks    `weft check`, `weft key`
-    config_writer    `weft init`
-    cluster_status   `weft status`
-    cluster_top      `weft top`
+    serve_cluster      `weft serve`
+    ray_node           `weft node start`
+    config_checks      `weft check`, `weft key`
+    config_writer      `weft init`
+    cluster_status     `weft status`
+    cluster_top        `weft top`
     request_waterfall  `weft trace`
-    chat_session   `weft chat`
-    chat_history   keeps a conversation, and reads streamed answers
-    cluster_client   asks a cluster over HTTP, and says what to do when that fails
-    cluster_view     reads what a cluster says of itself, and computes rates
-    terminal         prints tables, words and colours
+    chat_session       `weft chat`
+    chat_history       keeps a conversation, and reads streamed answers
+    shell_completion   `weft completion`
+    cluster_client     asks a cluster over HTTP, and says what to do when that fails
+    cluster_view       reads what a cluster says of itself, and computes rates
+    terminal           prints tables, words and colours
 
 `deploy.cli` is the only user. The folder knows nothing of how a cluster does its work: commands that ask a cluster
 know it by its HTTP API.

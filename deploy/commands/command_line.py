@@ -18,6 +18,7 @@ from typing import NoReturn
 from loadtest.simulator import add_options, simulate
 
 VERSION = "0.1.0"
+SHELLS = ("bash", "zsh", "fish")
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -89,6 +90,11 @@ def build_parser() -> WeftParser:
     _add_cluster_options(demo)
     demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
     demo.set_defaults(run=_demo)
+    completion = commands.add_parser(
+        "completion", help="prints a script with which a shell completes the commands and options of weft"
+    )
+    completion.add_argument("shell", choices=SHELLS, help="names the shell")
+    completion.set_defaults(run=_completion)
     version = commands.add_parser("version", help="prints the version")
     version.set_defaults(run=_version)
     return parser
@@ -357,6 +363,12 @@ def _top(arguments: argparse.Namespace) -> int:
     from deploy.commands.cluster_top import top
 
     return top(arguments)
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from deploy.commands.shell_completion import completion
+
+    return completion(arguments)
 
 
 def _version(_: argparse.Namespace) -> int:

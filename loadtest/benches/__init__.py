@@ -10,7 +10,7 @@ and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a w
 their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
 `commit_comparison` runs one of the benches on two commits. `namespaced_hosts` makes several hosts out of one machine.
 
-The command line imports `run_benches` alone, and a bench's own module is imported when it runs. The folder knows
+The command line imports `run_benches` and the names (`BENCHES`), and a bench's own module is imported when it runs. The folder knows
 nothing of how Weft is deployed beyond what `deploy` offers.
 """
 
@@ -25,7 +25,7 @@ from contextlib import contextmanager, nullcontext
 from fabric.contracts import ConfigError
 from loadtest.bench_result import BenchResult, publish
 
-__all__ = ["run_benches"]
+__all__ = ["BENCHES", "run_benches"]
 
 
 def _take_no_options(name: str, options: Sequence[str]) -> None:
