@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve tables explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve tables prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -46,6 +46,20 @@ unit property contract: SPREAD = $(PARALLEL) --dist worksteal
 parity: SPREAD = $(PARALLEL) --dist loadfile
 e2e fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
 e2e: SPREAD += --no-loadscope-reorder
+
+# Prometheus and promtool, for the tests of rules and dashboards, which are skipped without them. Nothing is installed:
+# the package of Debian is unpacked below build/.
+PROMTOOL := build/prometheus/usr/bin/promtool
+prometheus: $(PROMTOOL)
+$(PROMTOOL):
+	mkdir -p build/prometheus
+	cd build/prometheus && (apt-get download -q prometheus || (apt-get update -q && apt-get download -q prometheus)) \
+	  && dpkg -x prometheus_*.deb .
+
+unit small e2e: | prometheus-if-there-is
+prometheus-if-there-is:
+	@command -v promtool >/dev/null || test -x $(PROMTOOL) || ! command -v apt-get >/dev/null || \
+	  $(MAKE) --no-print-directory -s prometheus || echo "promtool can't be had; the tests of rules are skipped"
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)

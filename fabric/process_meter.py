@@ -8,6 +8,7 @@ and the other ranks of a worker are processes of their own and are not counted. 
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 from fabric.contracts import Clock, ProcessStats
@@ -48,4 +49,5 @@ def read_process(proc: Path) -> ProcessStats:
         cpu_s=num_ticks / os.sysconf("SC_CLK_TCK"),
         resident_bytes=num_pages * os.sysconf("SC_PAGE_SIZE"),
         num_open_files=num_files,
+        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )

@@ -71,3 +71,6 @@ class ProcessStats(msgspec.Struct, array_like=True):
         int, gauge("weft_process_resident_memory_bytes", "Memory of a member's process that is in RAM.")
     ] = 0
     num_open_files: Annotated[int, gauge("weft_process_open_fds", "Open files and sockets of a member's process.")] = 0
+    max_open_files: Annotated[
+        int, gauge("weft_process_max_fds", "Most files and sockets that a member's process may have open.")
+    ] = 0

@@ -359,6 +359,7 @@ CHECKS: dict[str, Callable[[str], Check]] = {
     "weft_process_cpu_seconds_total": between(0.1, 10_000.0),
     "weft_process_resident_memory_bytes": between(2**26, 2**36),
     "weft_process_open_fds": between(3, 10_000),
+    "weft_process_max_fds": lambda name: lambda seen: seen.now.sum(name) >= seen.now.sum("weft_process_open_fds"),
 }
 
 ELSEWHERE = {

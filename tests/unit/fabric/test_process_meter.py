@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,8 @@ def write(proc: Path, user: int, system: int, num_pages: int, num_files: int) ->
 def test_the_kernels_files_are_read(tmp_path: Path) -> None:
     write(tmp_path, 150, 50, 10, 7)
     ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-    assert read_process(tmp_path) == ProcessStats(200 / ticks, 10 * page, 7)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert read_process(tmp_path) == ProcessStats(200 / ticks, 10 * page, 7, most)
 
 
 def test_a_system_that_does_not_tell_it_gives_zeros(tmp_path: Path) -> None:
