@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve tables prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve tables dashboards prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -46,6 +46,10 @@ unit property contract: SPREAD = $(PARALLEL) --dist worksteal
 parity: SPREAD = $(PARALLEL) --dist loadfile
 e2e fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
 e2e: SPREAD += --no-loadscope-reorder
+
+# The dashboards for Grafana, as JSON beside what describes them.
+dashboards: install
+	$(BIN)/python -m deploy.grafana.write_boards
 
 # Prometheus and promtool, for the tests of rules and dashboards, which are skipped without them. Nothing is installed:
 # the package of Debian is unpacked below build/.

@@ -10,7 +10,8 @@ runs the services on Ray Serve, with `supervisor` around it to receive signals; 
 `ranks` starts the rank processes of a worker, `http_server` serves a router's HTTP API, on the parser that
 `http_protocol` guards by `http_limits`, `tls` opens its certificate, and `node_metrics` serves what a member and its
 machine measure. `process_setup` and `logs` prepare each process, and `printable` escapes what logs and terminals must
-not obey. `demo/` draws, trains, measures and asks the demo model, and `testing/` has what the tests of a plugin need.
+not obey. `demo/` draws, trains, measures and asks the demo model, `testing/` has what the tests of a plugin need, and
+`grafana/` makes the dashboards.
 
 The parts that a cluster consists of do not import this package; tests, load tests and examples do. The package knows
 nothing of how a service does its work.

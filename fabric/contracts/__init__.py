@@ -52,6 +52,7 @@ from fabric.contracts.encoder_queue import (
     waits_s,
 )
 from fabric.contracts.errors import (
+    CODE_TO_ERROR,
     Aborted,
     ArenaFull,
     BodyTooLarge,
@@ -182,6 +183,7 @@ from fabric.contracts.scaling_reports import ScalingReport
 __all__ = [
     "ANCHOR_STRIDE",
     "CHANGE_RUN",
+    "CODE_TO_ERROR",
     "COMMON_CHANGE",
     "CONFIRMED",
     "DTYPE_TO_BYTES",
