@@ -21,6 +21,6 @@ module when the command runs, so that `weft version` takes no second.
 know it by its HTTP API.
 """
 
-from deploy.commands.command_line import VERSION, build_parser
+from deploy.commands.command_line import VERSION, WeftParser, build_parser
 
-__all__ = ["VERSION", "build_parser"]
+__all__ = ["VERSION", "WeftParser", "build_parser"]

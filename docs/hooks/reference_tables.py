@@ -1,4 +1,5 @@
-"""Writes the reference tables of the documentation from the code: the config keys, the metrics and the errors.
+"""Writes the reference tables of the documentation from the code: the config keys, the metrics, the errors and
+the commands.
 
 Everything that the documentation takes from the product is imported here and nowhere else, so a module that moves
 changes one line of this file. The meanings of keys come from the docstrings under the fields, those of errors from the
@@ -8,6 +9,7 @@ public functions returns Markdown or plain rows.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import inspect
 import re
@@ -23,6 +25,7 @@ from prometheus_client.core import Metric
 from pydantic import BaseModel
 
 from deploy import config as cluster_config
+from deploy.commands import WeftParser, build_parser
 from deploy.config_file import section_in
 from fabric.contracts import errors
 from router.api import status_of
@@ -363,6 +366,57 @@ def _error_table(rows: Iterable[ErrorRow]) -> str:
     return markdown_table(("code", "status", "retryable", "meaning", "what to do"), listed)
 
 
+# ---------------------------------------------------------------- commands
+
+
+def command_parsers() -> dict[str, WeftParser]:
+    """Maps each command that does something, such as `weft key new`, to its parser."""
+    found: dict[str, WeftParser] = {}
+    open_parsers = [("weft", build_parser())]
+    while open_parsers:
+        name, parser = open_parsers.pop(0)
+        below = parser.commands()
+        open_parsers[:0] = [(f"{name} {word}", each) for word, each in below.items()]
+        if not below:
+            found[name] = parser
+    return found
+
+
+def commands() -> str:
+    """Returns a section for each command: what it does, and a table of its arguments and options."""
+    sections = []
+    for name, parser in command_parsers().items():
+        rows = [
+            (f"`{_spelled(action)}`", _capitalised(str(action.help or "")) + ".")
+            for action in parser._actions
+            if action.help not in (argparse.SUPPRESS, None) and "-h" not in action.option_strings
+        ]
+        told = _capitalised(_help_of(name))
+        sections.append(f"### {name}\n\n{told}.")
+        if rows:
+            sections.append(markdown_table(("argument or option", "meaning"), rows))
+    return "\n\n".join(sections)
+
+
+def _help_of(name: str) -> str:
+    """Returns what the list of commands says of a command."""
+    parser, told = build_parser(), ""
+    for word in name.split()[1:]:
+        listed = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        told = next(str(each.help) for each in listed._choices_actions if each.dest == word)
+        parser = parser.commands()[word]
+    return told
+
+
+def _spelled(action: argparse.Action) -> str:
+    """Returns how an argument or option is written."""
+    value = action.metavar or ("|".join(map(str, action.choices)) if action.choices else action.dest.upper())
+    if not action.option_strings:
+        return str(value)
+    takes_value = action.nargs != 0
+    return f"{max(action.option_strings, key=len)}{f' {value}' if takes_value else ''}"
+
+
 # ---------------------------------------------------------------- Markdown
 
 
@@ -383,5 +437,6 @@ NAME_TO_TABLE = {
     "metrics": metrics,
     "client-errors": client_errors,
     "internal-errors": internal_errors,
+    "commands": commands,
 }
 """Maps the name that a page uses for a table to the function that writes it."""

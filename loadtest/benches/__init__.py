@@ -10,8 +10,8 @@ and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a w
 their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
 `commit_comparison` runs one of the benches on two commits. `namespaced_hosts` makes several hosts out of one machine.
 
-The command line imports `run_benches` and the names (`BENCHES`), and a bench's own module is imported when it runs. The folder knows
-nothing of how Weft is deployed beyond what `deploy` offers.
+The command line imports `run_benches` and the names (`BENCHES`), and a bench's own module is imported when it runs.
+The folder knows nothing of how Weft is deployed beyond what `deploy` offers.
 """
 
 from __future__ import annotations

@@ -170,6 +170,38 @@ def test_every_error_says_what_happened_and_what_to_do(row: reference_tables.Err
     assert 400 <= row.status < 600
 
 
+def test_every_command_and_option_is_listed_with_a_meaning() -> None:
+    page = reference_tables.commands()
+    parsers = reference_tables.command_parsers()
+    assert {"weft serve", "weft key new", "weft simulate run", "weft top"} <= set(parsers)
+    for name, parser in parsers.items():
+        section = page.partition(f"### {name}\n")[2].partition("\n### ")[0]
+        assert re.match(r"\n[A-Z`].*\.\n?", section), name
+        for action in parser._actions:
+            if action.help == "==SUPPRESS==" or "-h" in action.option_strings:
+                continue
+            assert action.help, f"{name} does not say what {action.dest} is for"
+            assert max(action.option_strings, key=len, default="") in section
+
+
+COMMAND_LINE = re.compile(r"(?:^|`|\| |&& )(?:\.venv/bin/)?weft ([a-z][^`|<>\n&]*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md"))])
+def test_every_command_line_of_a_page_is_one_that_weft_takes(page: str) -> None:
+    parsers = reference_tables.command_parsers()
+    for line in COMMAND_LINE.findall((ROOT / page).read_text()):
+        words = line.split()
+        name = max((each for each in parsers if f"weft {line} ".startswith(f"{each} ")), key=len, default="")
+        if not name:
+            assert any(each.startswith(f"weft {words[0]} ") for each in parsers), f"{page}: weft {line}"
+            continue
+        if name != "weft bench":  # Each bench has options of its own.
+            known = {option for action in parsers[name]._actions for option in action.option_strings}
+            given = {word.partition("=")[0] for word in words if word.startswith("--")}
+            assert given - known == set(), f"{page}: weft {line}"
+
+
 def test_pages_name_the_tables_that_there_are() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     assert sorted(site_pages.TABLE.findall(pages)) == sorted(reference_tables.NAME_TO_TABLE)
