@@ -39,6 +39,11 @@ class AutoscalingSection(Section):
         return self
 
     @property
+    def queue_limit_s(self) -> float:
+        """Returns how long work may wait in the pool."""
+        return self.slo_ttft_s / 4 if self.target_queue_s is None else self.target_queue_s
+
+    @property
     def rules(self) -> ScalingRules | None:
         """Returns the rules of the pool, or None if it is not scaled."""
         if self.max_replicas is None:

@@ -12,7 +12,6 @@ The module knows nothing of what a service, or a rank, computes.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +36,7 @@ from deploy.ray import replica_news
 from deploy.ray.directory import Heartbeat, keep_directory, plane_keys, watch_scaling
 from deploy.ray.nodes import actor_environment, this_node
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
-from deploy.ray.serve_scaling import WINDOW_INTERVALS, load_stats, serve_autoscaling
+from deploy.ray.serve_scaling import load_stats, serve_autoscaling
 from deploy.scaling import EncoderMeter, WorkerMeter
 from deploy.sizing import arena_bytes, inbox_bytes
 from fabric.contracts import (
@@ -142,7 +141,7 @@ class EncoderReplica:
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
-        self._meter = EncoderMeter(WINDOW_INTERVALS * config.encoders.autoscaling.interval_s)
+        self._meter = EncoderMeter(config.encoders.autoscaling.queue_limit_s)
         self._drain_s = config.server.drain_s
         freeze_what_lives()
 
@@ -159,7 +158,7 @@ class EncoderReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the encoder's load; Serve asks for it if the encoders are scaled."""
-        return load_stats(self._meter.load(self._service.report(), time.monotonic()))
+        return load_stats(self._meter.load(self._service.report()))
 
     async def encode(self, request: EncodeRequest, *media: bytes) -> EncodeResult:
         enter_request(request.request_id)
@@ -213,7 +212,7 @@ class WorkerReplica:
         self._heartbeat = Heartbeat(config.ray.cluster_name, record, self._take_members)
         await self._heartbeat.start()
         self._service.on_lost(self._leave)
-        self._meter = WorkerMeter(WINDOW_INTERVALS * config.workers.autoscaling.interval_s, config.workers.slo_tpot_s)
+        self._meter = WorkerMeter(config.workers.slo_tpot_s)
         freeze_what_lives()
 
     def _take_members(self, members: Sequence[Member]) -> None:
@@ -229,7 +228,7 @@ class WorkerReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the worker's load; Serve asks for it if the workers are scaled."""
-        return load_stats(self._meter.load(self._service.report(), time.monotonic()))
+        return load_stats(self._meter.load(self._service.report()))
 
     async def generate(self, request: GenerateRequest) -> GenerateResult:
         enter_request(request.request_id)

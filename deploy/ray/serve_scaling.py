@@ -30,8 +30,6 @@ from fabric.contracts import ScalingReport
 
 _LOG = logging.getLogger("ray.serve")
 _PREFIX = "weft_"
-WINDOW_INTERVALS = 2.0
-"""The rate of work is an average over this many intervals."""
 SENDS_PER_INTERVAL = 2.0
 """A replica sends its load this often in an interval."""
 

@@ -1,7 +1,7 @@
 """Decides how many encoders and workers a cluster has, by the predicted seconds of their queued work.
 
-`replica_load` turns the report of a member into the load that a decision needs: seconds of queued work, the rate at
-which work arrives, and the use of memory. `pool_scaler` makes the decision for one pool: up at once and in proportion
+`replica_load` turns the report of a member into the load that a decision needs: seconds of queued work, the work that
+has arrived, and the use of memory. `pool_scaler` makes the decision for one pool: up at once and in proportion
 to the work, down slowly, and never on silence.
 
 The encoder and worker replicas (`deploy/ray/serve_app.py`) send their loads to Serve's controller, where the policy of
@@ -10,15 +10,15 @@ knows nothing of Ray, and of no clock but the times that are passed in.
 """
 
 from deploy.scaling.pool_scaler import PoolScaler, ScalingDecision, ScalingRules, ScalingTerms
-from deploy.scaling.replica_load import EncoderMeter, ReplicaLoad, WorkerMeter, WorkRate
+from deploy.scaling.replica_load import ArrivedWork, EncoderMeter, ReplicaLoad, WorkerMeter
 
 __all__ = [
+    "ArrivedWork",
     "EncoderMeter",
     "PoolScaler",
     "ReplicaLoad",
     "ScalingDecision",
     "ScalingRules",
     "ScalingTerms",
-    "WorkRate",
     "WorkerMeter",
 ]

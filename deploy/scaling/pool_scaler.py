@@ -4,7 +4,7 @@ A `PoolScaler` is asked once per interval. It asks for as many replicas as the l
 
     work    the replicas that keep up with the arriving work at `target_utilization`
     queue   the replicas that keep up and also work off the queue that will be there when a new replica can help
-    memory  the replicas whose KV blocks hold what is in use now, with some to spare
+    memory  the replicas whose KV blocks hold what is in use now, with some to spare; half as many again if all are full
 
 It goes up at once, so that a burst is answered within two intervals: the rate of work is an average over two. Replicas
 that are starting belong to the target, and what they will do until a new one could help is taken off the queue, so a
@@ -36,8 +36,13 @@ SHRINK_SHARE = 4
 """One decision removes at most one replica in this many, and at least one."""
 STALE_INTERVALS = 3.0
 """A replica whose load has not changed for this many intervals is silent."""
+RATE_INTERVALS = 2
+"""The rate of work is an average over this many intervals."""
 SUSTAINED = 2
 """The queue must exceed its limit at this many decisions in a row before it calls for another replica."""
+FULL_MEMORY = 0.95
+"""A pool is full from this share of its memory on."""
+GROWTH_OF_FULL = 1.5
 FULL_UTILIZATION = 0.95
 """The prediction of a queue goes no further than this utilisation, where the queue would be without limit."""
 
@@ -85,7 +90,7 @@ class ScalingTerms(NamedTuple):
     queue_s: float
     """Sums the queues of all replicas."""
     work_rate: float
-    """Sums the rates of work of all replicas."""
+    """Holds the work that arrives, in seconds of a replica per second."""
     memory_use: float
     """Sums the shares of memory in use."""
     startup_s: float
@@ -132,6 +137,10 @@ class PoolScaler:
         """Holds, by replica, when its load last changed, and the mark by which a change is seen."""
         self._enough: deque[tuple[float, int]] = deque()
         """Holds the smallest pool that would have been enough at each decision since the pool could shrink."""
+        self._arrived: dict[str, tuple[float, float]] = {}
+        """Holds, by replica, the work that had arrived at its two stages at the last decision that knew it."""
+        self._arrivals: deque[tuple[float, float, float]] = deque(maxlen=RATE_INTERVALS)
+        """Holds what arrived since each of the last decisions: the seconds, and the work of each stage."""
         self._num_over = 0
         """Counts the decisions in a row at which the queue exceeded its limit."""
         self._starts: deque[float] = deque()
@@ -157,6 +166,7 @@ class PoolScaler:
     def decide(self, now_s: float, num_target: int, loads: Mapping[str, ReplicaLoad | None]) -> ScalingDecision:
         """Returns the number of replicas that the pool should have. `num_target` is the number that it was last asked
         to have, and `loads` holds each running replica; the load of a silent one is None."""
+        self._count_arrivals(now_s, loads)
         self._decided_at_s = now_s
         self._learn_startup(now_s, num_target, len(loads))
         terms = self._terms(now_s, num_target, loads)
@@ -175,6 +185,8 @@ class PoolScaler:
         if terms.num_silent or not terms.num_running:
             self._enough.clear()
             return num_target, "silence"
+        if len(self._arrivals) < RATE_INTERVALS:
+            return num_target, "waiting to shrink"
         self._enough.append((now_s, max(terms.fewest, wanted)))
         if max(terms.fewest, wanted) >= num_target:
             self._enough.clear()
@@ -187,10 +199,35 @@ class PoolScaler:
 
     # ------------------------------------------------------------ the needs
 
+    def _count_arrivals(self, now_s: float, loads: Mapping[str, ReplicaLoad | None]) -> None:
+        """Takes the work that has arrived at all replicas since the last decision. A replica that was not there before
+        has begun with nothing, unless this is the first decision."""
+        added = [0.0, 0.0]
+        for name, load in loads.items():
+            if load is None:
+                continue
+            arrived = load.arrived_s, load.arrived_beside_s
+            before = self._arrived.get(name, arrived if self._decided_at_s is None else (0.0, 0.0))
+            added = [total + new - old for total, new, old in zip(added, arrived, before, strict=True)]
+            self._arrived[name] = arrived
+        self._arrived = {name: arrived for name, arrived in self._arrived.items() if name in loads}
+        if self._decided_at_s is not None:
+            self._arrivals.append((now_s - self._decided_at_s, added[0], added[1]))
+
+    def _work_rate(self) -> float:
+        """Returns the work that arrives per second at the busier stage. Work that was given up counts as negative."""
+        passed_s = sum(seconds for seconds, _, _ in self._arrivals)
+        if passed_s <= 0.0:
+            return 0.0
+        return (
+            max(sum(first for _, first, _ in self._arrivals), sum(beside for _, _, beside in self._arrivals), 0.0)
+            / passed_s
+        )
+
     def _terms(self, now_s: float, num_target: int, loads: Mapping[str, ReplicaLoad | None]) -> ScalingTerms:
         known = [load for load in loads.values() if load is not None]
         num_running = len(loads)
-        queue_s, work_rate = sum(load.queue_s for load in known), sum(load.work_rate for load in known)
+        queue_s, work_rate = sum(load.queue_s for load in known), self._work_rate()
         memory_use = sum(load.memory_use for load in known)
         is_over = bool(known) and queue_s > self.rules.queue_limit_s * num_running
         self._num_over = self._num_over + 1 if is_over else 0
@@ -204,7 +241,7 @@ class PoolScaler:
             startup_s=self._startup_s,
             for_work=work_rate / self.rules.target_utilization,
             for_queue=self._for_queue(now_s, num_running, num_target, queue_s, work_rate),
-            for_memory=memory_use / self.rules.target_memory_use,
+            for_memory=self._for_memory(len(known), memory_use),
             fewest=self._fewest(num_running, queue_s, work_rate, memory_use),
         )
 
@@ -225,6 +262,13 @@ class PoolScaler:
         need = (work_rate + max(expected_s, 0.0) / drain_s) / (1.0 + limit_s / drain_s)
         is_sustained = self._num_over >= SUSTAINED and num_target <= num_running
         return max(need, num_running + 1.0) if is_sustained else need
+
+    def _for_memory(self, num_known: int, memory_use: float) -> float:
+        """Returns the replicas that hold what is in use with some to spare. Routers keep requests that find no room, so
+        a full pool does not show how much it lacks; it then grows by half."""
+        need = memory_use / self.rules.target_memory_use
+        is_full = num_known > 0 and memory_use >= FULL_MEMORY * num_known
+        return max(need, GROWTH_OF_FULL * num_known) if is_full else need
 
     def _wanted(self, terms: ScalingTerms) -> tuple[int, Reason]:
         needs: dict[Reason, float] = {"work": terms.for_work, "queue": terms.for_queue, "memory": terms.for_memory}

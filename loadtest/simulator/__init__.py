@@ -14,6 +14,8 @@ take a delay, and requests come from a workload or a trace.
     policies          chooses members in other ways than the planner
     faults            describes what goes wrong
     sim_cluster       builds a cluster of these and runs it
+    sim_scaling       scales its pools with the production code
+    scaling_burst     runs a burst of pictures on a cluster that scales itself
     workloads         draws requests
     trace_files       reads requests of traces; `samples/` has the formats
     sim_runs          carries out several runs, and knows which load a cluster bears

@@ -47,6 +47,8 @@ from router.planning import ClusterState, PlannerSettings
 MACHINE_SIZE = 8
 BROKEN_CALL_S = 0.05
 """A router learns this long after a member's death that its open calls to the member are broken."""
+LEAVE_LOOK_S = 0.1
+"""The cluster looks this often whether a member that stops has finished."""
 STUCK_S = 600.0
 """A run in which requests are open and none ends for this long is given up."""
 DIRECTORY_S = 1.0
@@ -103,6 +105,8 @@ class ClusterSettings:
     shares_devices: bool = False
     """Says that encoder number i and worker number i compute on one device, one after the other."""
     is_prefix_cache_enabled: bool = True
+    drain_s: float = 30.0
+    """A member that is being stopped may take this long to finish; then its requests move to others."""
     faults: tuple[MemberFault, ...] = ()
     planner: PlannerSettings = PlannerSettings()  # noqa: RUF009 (it is frozen)
     """Holds the settings of every router's planner; its index grows to what the workers hold."""
@@ -216,6 +220,10 @@ class SimCluster:
             member = settings.member("encoder", index)
             self.encoders[member.member_id] = self._new_encoder(member, index)
         self._members: list[SimWorker | SimEncoder] = [*self.workers.values(), *self.encoders.values()]
+        self._leaving: dict[MemberId, float] = {}
+        """Holds the members that are being stopped, with the time at which each began."""
+        self.num_moved = 0
+        """Counts the requests that moved from a worker which was being stopped."""
         self._id_to_member = {one.member.member_id: one.member for one in self._members}
         self._address_to_worker = {one.member.address: one for one in self.workers.values()}
         self._address_to_encoder = {one.member.address: one for one in self.encoders.values()}
@@ -456,6 +464,59 @@ class SimCluster:
             self._device_free_s[name] = begin_s + seconds
         self.loop.at(begin_s + seconds, done)
 
+    # ------------------------------------------------------------ members that come and go
+
+    def running(self, kind: str) -> list[SimWorker | SimEncoder]:
+        """Returns the workers or encoders that are not being stopped, the oldest first."""
+        return [
+            one
+            for one in self._members
+            if one.is_alive and one.member.kind == kind and one.member.member_id not in self._leaving
+        ]
+
+    def join_member(self, kind: str) -> None:
+        """Adds a worker or an encoder, which takes requests at once."""
+        index = sum(one.member.kind == kind for one in self._members)
+        member = self.settings.member(kind, index)
+        self._id_to_member[member.member_id] = member
+        one: SimWorker | SimEncoder
+        if kind == "worker":
+            one = self.workers[member.member_id] = self._address_to_worker[member.address] = self._new_worker(
+                member, index
+            )
+            for encoder in self.encoders.values():
+                encoder.worker_came(member.member_id)
+        else:
+            one = self.encoders[member.member_id] = self._address_to_encoder[member.address] = self._new_encoder(
+                member, index
+            )
+        self._members.append(one)
+        one.start(0.0)
+        self._tell_members()
+
+    def stop_member(self, member_id: MemberId) -> None:
+        """Begins to stop a worker or an encoder: routers learn of it at once and plan nothing there, and the member
+        finishes what it has."""
+        self._leaving[member_id] = self.loop.now()
+        self._tell_members()
+        self._look_at_leaving(member_id)
+
+    def _look_at_leaving(self, member_id: MemberId) -> None:
+        member = self.workers.get(member_id) or self.encoders[member_id]
+        if not member.is_alive:
+            return
+        is_over = self.loop.now() - self._leaving[member_id] >= self.settings.drain_s
+        if isinstance(member, SimEncoder):
+            is_finished = not self._encoder_to_calls.get(member_id) and not member.report().arena.num_leases
+        else:
+            is_finished = not member.num_open
+            self.num_moved += member.num_open if is_over else 0
+        if is_finished or is_over:
+            self._end_calls(member)
+            self._leave(member_id)
+        else:
+            self.loop.after(LEAVE_LOOK_S, self._look_at_leaving, member_id)
+
     # ------------------------------------------------------------ faults
 
     def _plan_fault(self, fault: MemberFault) -> None:
@@ -476,8 +537,12 @@ class SimCluster:
     def _die(self, member: SimWorker | SimEncoder) -> None:
         if not member.is_alive:
             return
+        self.loop.after(DIRECTORY_S, self._leave, member.member.member_id)
+        self._end_calls(member)
+
+    def _end_calls(self, member: SimWorker | SimEncoder) -> None:
+        """Ends a member. Its open calls break off, and routers make new attempts."""
         member_id = member.member.member_id
-        self.loop.after(DIRECTORY_S, self._leave, member_id)
         if isinstance(member, SimEncoder):
             member.die()
             lost = EncoderLost(f"{member_id} is gone")
@@ -497,9 +562,12 @@ class SimCluster:
         else:
             for worker in self.workers.values():
                 worker.encoder_left(member_id)
+        self._tell_members()
+
+    def _tell_members(self) -> None:
         members = [*(one.member for one in self._members if one.is_alive), *self._router_members]
         for router in self.routers:
-            router.update_members(members)
+            router.update_members(members, self._leaving.keys())
 
 
 def _in_turn(factors: Sequence[float], index: int) -> float:

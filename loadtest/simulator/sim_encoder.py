@@ -202,7 +202,11 @@ class SimEncoder:
         self._seq += 1
         # No message is lost in a simulation, so one report acknowledges a call, and routers ignore those of others.
         acknowledged, self._received = tuple(dict.fromkeys(self._received)), []
-        report = encoder_report(
+        self._outlets.broadcast(msgspec.structs.replace(self.report(), acknowledged=acknowledged))
+
+    def report(self) -> EncoderReport:
+        """Returns the report of this moment, without acknowledgements."""
+        return encoder_report(
             self.member.member_id,
             self.member.epoch,
             self._seq,
@@ -210,7 +214,6 @@ class SimEncoder:
             self._features,
             self._config.max_items_in_flight,
         )
-        self._outlets.broadcast(msgspec.structs.replace(report, acknowledged=acknowledged))
 
     def _publish_events(self) -> None:
         for message in self._log.drain():

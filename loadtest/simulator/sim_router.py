@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any, Protocol
@@ -215,12 +215,15 @@ class SimRouter:
         self._is_pausing = False
         self._serve_waiting()
 
-    def update_members(self, members: Sequence[Member]) -> None:
-        """Takes the directory's view. Attempts at members that left are made again."""
+    def update_members(self, members: Sequence[Member], leaving: Collection[MemberId] = ()) -> None:
+        """Takes the directory's view. Attempts at members that left are made again. Those that are leaving finish what
+        they have, and get nothing new."""
+        known = set(self._id_to_member)
         self._id_to_member = {member.member_id: member for member in members}
-        change = self.cluster.update_members(members)
-        self.policy.update_members(members)
-        gone = {member.member_id for member in change.left}
+        staying = [member for member in members if member.member_id not in leaving]
+        self.cluster.update_members(staying)
+        self.policy.update_members(staying)
+        gone = known - set(self._id_to_member)
         for routed in list(self._attempt_to_routed.values()):
             plan = routed.plan
             if plan is not None and plan.worker_id in gone:

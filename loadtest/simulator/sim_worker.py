@@ -234,6 +234,11 @@ class SimWorker:
     def num_open(self) -> int:
         return len(self._attempt_to_open)
 
+    def report(self) -> WorkerReport:
+        """Returns the report of this moment, without acknowledgements."""
+        self._settle()
+        return self._reporter.report(self._loop.now())
+
     def busy_until_now_s(self) -> float:
         """Returns the time of all steps that have ended."""
         self._settle()

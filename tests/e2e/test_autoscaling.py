@@ -86,12 +86,14 @@ def test_the_policy_decides_once_per_interval_by_the_newest_loads(monkeypatch: p
     policy._tell = reports.append
     now_s = [100.0]
     monkeypatch.setattr(serve_scaling.time, "monotonic", lambda: now_s[0])
-    busy = {"a": ReplicaLoad(3.0, 2.0), "b": ReplicaLoad(1.0, 1.0)}
+    assert policy(context({"a": ReplicaLoad(), "b": ReplicaLoad()}, 2, 6.0)) == (2, {})
+    now_s[0] += 5.0
+    busy = {"a": ReplicaLoad(3.0, 10.0), "b": ReplicaLoad(1.0, 5.0)}
     assert policy(context(busy, 2, 7.0)) == (5, {})
     now_s[0] += 1.0
     assert policy(context({}, 5, 8.0)) == (5, {})
-    assert len(reports) == 1
-    report = reports[0]
+    assert len(reports) == 2
+    report = reports[1]
     assert (report.pool, report.reason, report.num_desired, report.num_running) == ("encoder", "work", 5, 2)
     assert (report.queue_s, report.work_rate) == (4.0, 3.0)
     now_s[0] += 5.0

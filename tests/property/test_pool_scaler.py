@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from loaded_replicas import Load, LoadedReplicas
 
-from deploy.scaling import PoolScaler, ReplicaLoad, ScalingDecision, ScalingRules
+from deploy.scaling import PoolScaler, ScalingDecision, ScalingRules
 
 RULES = ScalingRules(1, 12, slo_ttft_s=2.0, interval_s=5.0, downscale_delay_s=30.0, startup_s=20.0)
 
@@ -26,44 +27,43 @@ def rules() -> st.SearchStrategy[ScalingRules]:
     )
 
 
-def loads(most: float = 20.0) -> st.SearchStrategy[ReplicaLoad]:
-    return st.builds(ReplicaLoad, st.floats(0, most), st.floats(0, most), st.floats(0, 1))
-
-
-def named(values: list[ReplicaLoad | None]) -> dict[str, ReplicaLoad | None]:
-    return {f"r{index}": value for index, value in enumerate(values)}
+def loads(most: float = 20.0) -> st.SearchStrategy[Load]:
+    return st.builds(Load, st.floats(0, most), st.floats(0, most), st.floats(0, 1))
 
 
 @given(rules(), st.lists(st.lists(st.none() | loads(), max_size=8), min_size=1, max_size=30))
-def test_every_decision_is_within_the_bounds(given_rules: ScalingRules, rounds: list[list[ReplicaLoad | None]]) -> None:
-    scaler, target = PoolScaler(given_rules), given_rules.min_replicas
+def test_every_decision_is_within_the_bounds(given_rules: ScalingRules, rounds: list[list[Load | None]]) -> None:
+    scaler, target, replicas = PoolScaler(given_rules), given_rules.min_replicas, LoadedReplicas()
     for number, values in enumerate(rounds):
-        decision = scaler.decide(number * given_rules.interval_s, target, named(values))
+        decision = scaler.decide(number * given_rules.interval_s, target, replicas.after(5.0, values))
         assert given_rules.min_replicas <= decision.num_replicas <= given_rules.max_replicas
         target = decision.num_replicas
 
 
 @given(rules(), st.lists(loads(), min_size=1, max_size=6), st.integers(0, 5), loads(5.0))
 def test_more_load_never_gives_fewer_replicas(
-    given_rules: ScalingRules, values: list[ReplicaLoad], which: int, more: ReplicaLoad
+    given_rules: ScalingRules, values: list[Load], which: int, more: Load
 ) -> None:
     heavier = list(values)
     one = values[which % len(values)]
-    heavier[which % len(values)] = ReplicaLoad(*(a + b for a, b in zip(one, more, strict=True)))
+    heavier[which % len(values)] = Load(*(a + b for a, b in zip(one, more, strict=True)))
     target = min(max(len(values), given_rules.min_replicas), given_rules.max_replicas)
     without_delay = replace(given_rules, downscale_delay_s=0.0)
-    light = PoolScaler(without_delay).decide(0.0, target, named([*values]))
-    heavy = PoolScaler(without_delay).decide(0.0, target, named([*heavier]))
-    assert heavy.num_replicas >= light.num_replicas
+    sizes = []
+    for each in (values, heavier):
+        scaler, replicas = PoolScaler(without_delay), LoadedReplicas()
+        scaler.decide(0.0, target, replicas.after(0.0, each))
+        sizes.append(scaler.decide(5.0, target, replicas.after(5.0, each)).num_replicas)
+    assert sizes[0] <= sizes[1]
 
 
 def run_constant(given_rules: ScalingRules, work_rate: float, num_first: int, num_rounds: int) -> list[ScalingDecision]:
     """Returns the decisions under a constant load that the replicas share equally; replicas start at once."""
-    scaler, target, made = PoolScaler(given_rules), num_first, []
+    scaler, target, made, replicas = PoolScaler(given_rules), num_first, [], LoadedReplicas()
     for number in range(num_rounds):
         each = work_rate / target
         queue_s = 0.1 * each / (1 - each) if each < 0.95 else 5.0
-        made.append(scaler.decide(number * 5.0, target, named([ReplicaLoad(queue_s, each)] * target)))
+        made.append(scaler.decide(number * 5.0, target, replicas.after(5.0, [Load(queue_s, each)] * target)))
         target = made[-1].num_replicas
     return made
 
@@ -79,36 +79,39 @@ def test_a_constant_load_never_makes_the_pool_swing(given_rules: ScalingRules, w
 
 @given(rules(), st.lists(loads(), max_size=6), st.integers(1, 4), st.integers(1, 40))
 def test_a_pool_with_a_silent_replica_never_shrinks(
-    given_rules: ScalingRules, values: list[ReplicaLoad], num_silent: int, num_rounds: int
+    given_rules: ScalingRules, values: list[Load], num_silent: int, num_rounds: int
 ) -> None:
-    scaler, silent = PoolScaler(given_rules), [None] * num_silent
+    scaler, silent, replicas = PoolScaler(given_rules), [None] * num_silent, LoadedReplicas()
     target = given_rules.max_replicas
     for number in range(num_rounds):
-        decision = scaler.decide(number * 5.0, target, named([*values, *silent]))
+        decision = scaler.decide(number * 5.0, target, replicas.after(5.0, [*values, *silent]))
         assert decision.num_replicas == target
         assert decision.reason in ("silence", "bounds")
 
 
 @given(rules(), st.integers(1, 12))
 def test_a_pool_that_is_silent_altogether_stays_as_it_is(given_rules: ScalingRules, size: int) -> None:
-    scaler = PoolScaler(given_rules)
+    scaler, replicas = PoolScaler(given_rules), LoadedReplicas()
     target = min(max(size, given_rules.min_replicas), given_rules.max_replicas)
     for number in range(30):
-        assert scaler.decide(number * 5.0, target, named([None] * target)).num_replicas == target
+        assert scaler.decide(number * 5.0, target, replicas.after(5.0, [None] * target)).num_replicas == target
         assert scaler.decide(number * 5.0 + 1, target, {}).num_replicas == target
 
 
-@given(st.floats(0.3, 0.65), st.floats(4.0, 6.0))
-def test_a_burst_is_answered_within_two_intervals(each: float, factor: float) -> None:
-    scaler, target, at_s, queue_s = PoolScaler(RULES), 2, 0.0, 0.0
+@given(st.floats(0.3, 0.65), st.floats(4.0, 6.0), st.floats(0.0, 1.0))
+def test_a_burst_is_answered_within_two_intervals(each: float, factor: float, share: float) -> None:
+    """The burst begins when this share of an interval is left."""
+    scaler, target, at_s, queue_s, replicas = PoolScaler(RULES), 2, 0.0, 0.0, LoadedReplicas()
     work_rate = 2 * each
     for _ in range(6):
-        decision = scaler.decide(at_s, target, named([ReplicaLoad(0.05, each)] * 2))
+        decision = scaler.decide(at_s, target, replicas.after(5.0, [Load(0.05, each)] * 2))
         at_s += 5.0
     assert decision.num_replicas == 2
-    for share in (0.5, 1.0):  # The rate is an average over two intervals.
-        burst = work_rate * (1 + (factor - 1) * share)
-        queue_s += max(work_rate * factor - 2, 0.0) * 5.0
-        decision = scaler.decide(at_s, target, named([ReplicaLoad(queue_s / 2, burst / 2)] * 2))
+    for part in (share, 1.0):
+        burst = work_rate * (1 + (factor - 1) * part)
+        queue_s += max(burst - 2, 0.0) * 5.0
+        decision = scaler.decide(at_s, target, replicas.after(5.0, [Load(queue_s / 2, burst / 2)] * 2))
         target, at_s = decision.num_replicas, at_s + 5.0
-    assert target >= min(work_rate * factor, RULES.max_replicas)
+    assert target > 2
+    decision = scaler.decide(at_s, target, replicas.after(5.0, [Load(queue_s / 2, burst / 2)] * 2))
+    assert decision.num_replicas >= min(work_rate * factor, RULES.max_replicas)
