@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu naive api-fuzz docs docs-serve tables dashboards prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -27,7 +27,7 @@ serve: install
 	$(BIN)/weft serve --port $(PORT)
 
 # gpu goes first: where there is none, all of it is skipped, and the run should not close on that.
-test: install lint types docs gpu small naive parity e2e fault
+test: install lint types docs gpu chart small naive parity e2e fault
 
 # What to run before each commit: about a minute on two cores.
 quick: install lint types unit
@@ -64,6 +64,14 @@ unit small e2e: | prometheus-if-there-is
 prometheus-if-there-is:
 	@command -v promtool >/dev/null || test -x $(PROMTOOL) || ! command -v apt-get >/dev/null || \
 	  $(MAKE) --no-print-directory -s prometheus || echo "promtool can't be had; the tests of rules are skipped"
+
+# The chart with Helm 3 and 4: it renders, Kubernetes would take it, and the cluster of its manifests could work.
+chart: install
+	$(BIN)/python -m pytest tests/chart -q -n logical --maxprocesses=2
+
+# Writes the files of the chart that are made from others, such as the schema of its values.
+chart-files: install
+	$(BIN)/python tests/chart/chart_files.py
 
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)

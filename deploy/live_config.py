@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 SECTION_TO_LIVE_KEYS: Mapping[str, tuple[str, ...]] = {
     "server": ("max_body_bytes",),
     "router": (
+        "replicas",
         "max_in_flight",
         "max_bodies_bytes",
         "max_prompt_tokens",
@@ -36,6 +37,9 @@ SECTION_TO_LIVE_KEYS: Mapping[str, tuple[str, ...]] = {
         "batch_wait_s",
         "tokens_per_encoder_second",
     ),
+    # Serve changes the number of replicas itself; these tell routers how many are expected.
+    "encoders": ("replicas",),
+    "workers": ("replicas",),
     "media": (
         "limit_mm_per_prompt",
         "sampling",
@@ -96,9 +100,12 @@ def with_live_values(config: ClusterConfig, values: object) -> ClusterConfig:
     if refused:
         raise ConfigError("\n".join(refused))
     try:
-        return ClusterConfig.model_validate(data)
+        changed = ClusterConfig.model_validate(data)
     except ValidationError as error:
         raise ConfigError("\n".join(flaws_of(error))) from error
+    if (changed.encoders.replicas == 0) != (config.encoders.replicas == 0):
+        raise ConfigError("encoders.replicas: a cluster gets its first encoder, or loses its last, only by a restart")
+    return changed
 
 
 def _why_not(section: str, key: str) -> str:

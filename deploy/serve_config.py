@@ -28,6 +28,8 @@ class SubmittedConfig(NamedTuple):
 
     config: ClusterConfig | None
     problems: list[Problem]
+    is_remote: bool = False
+    """Tells whether the cluster runs elsewhere, so that files that the config names need not be here."""
 
 
 def config_of(args: Mapping[str, Any]) -> ClusterConfig:
@@ -92,7 +94,7 @@ def _of_serve_config(text: str, where: str) -> SubmittedConfig:
             return _flaws(where, locate((*path, "deployments", number), marks), error)
         if deployment.get("name") == "router":
             config = changed
-    return SubmittedConfig(config, [])
+    return SubmittedConfig(config, [], is_remote=True)
 
 
 def _flaws(where: str, mark: Mark | None, error: ConfigError) -> SubmittedConfig:

@@ -146,14 +146,14 @@ class RouterService:
         self._cluster_metrics = ClusterMetrics(member_id, plane, metrics, config.shows_members)
 
     def reconfigure(self, config: RouterConfig) -> None:
-        """Takes the limits and policies of `config` for all requests that come from now on; those in flight keep what
-        they began with. The caller must not change a field of another kind, such as the planner's sizes. Raises
-        ConfigError, and changes nothing, if the config can't be used: its file of keys has a flaw, or it serves a
-        modality without which this router has started."""
+        """Takes the limits and policies of `config`, which differs in nothing else, for requests that come from now on.
+        Raises ConfigError, and changes nothing, if its file of keys has a flaw, or it serves a modality without which
+        this router has started."""
         keys = KeyBook(config.tenants, self._context.clock, config.keys_file, config.operator_digests)
         self._prompt_builder.reconfigure(config)
         self.admission.reconfigure(config)
         self._context.ledger.reconfigure(config)
+        self._membership.expect(config.kind_to_expected)
         self.keys, self.config = keys, config
         self._context = dataclasses.replace(self._context, config=config)
 

@@ -119,8 +119,12 @@ class MembershipSeries(Collector):
     """Exports how many members of each kind the directory lists, and how many the config asks for."""
 
     def __init__(self, expected: Mapping[str, int]) -> None:
-        self._expected = expected
+        self.expect(expected)
         self.kind_to_number: Count[str] = Count()
+
+    def expect(self, expected: Mapping[str, int]) -> None:
+        """Sets how many members of each kind the config asks for."""
+        self._expected = expected
 
     def update_members(self, members: Iterable[Member]) -> None:
         """Takes the directory's list of members."""

@@ -1,8 +1,10 @@
-"""Checks a cluster without `weft serve`: its application is submitted to Serve as data, as KubeRay does, and limits
-change while it serves."""
+"""Checks a cluster without `weft serve`: the application of the rendered chart is submitted to Serve as data, as
+KubeRay does, and limits change while it serves."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +12,12 @@ import httpx
 import pytest
 from chat_media import image_part, user
 from cluster_process import eventually
+from helm_tools import CHART, CI_VALUES, render, serve_config
 from reference_model import ReferenceModel
 from submitted_application import SubmittedRay, free_ports, ray_with_dashboard
 
 from deploy.demo.build import demo_checkpoint
-from deploy.serve_config import DEPLOYMENTS, IMPORT_PATH
+from deploy.serve_config import DEPLOYMENTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 
@@ -27,16 +30,13 @@ def ray() -> Iterator[SubmittedRay]:
         yield running
 
 
-def application(port: int, live: dict[str, Any] | None = None, **workers: Any) -> dict[str, Any]:
-    config = {
-        "server": {"port": port, "drain_s": 1},
-        "router": {"ray_resources": {"weft_router": 1}},
-        "encoders": {"ray_resources": {"weft_encoder": 1}},
-        "workers": {"ray_resources": {"weft_worker": 1}} | workers,
-    }
-    deployments = [{"name": name, "user_config": live or {}} for name in DEPLOYMENTS]
-    fields = {"name": "weft", "route_prefix": None, "import_path": IMPORT_PATH, "args": {"config": config}}
-    return fields | {"deployments": deployments}
+def application(ports: list[int], config: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Returns the application that the chart's values for a laptop become, with these ports and this further config."""
+    (laptop,) = (path for path in CI_VALUES if path.name == "laptop-values.yaml")
+    values = {"config": {"server": {"port": ports[0], "drain_s": 1}} | (config or {}), "metrics": {"port": ports[1]}}
+    (found,) = serve_config(render(laptop, values=values))["applications"]
+    assert isinstance(found, dict)
+    return found
 
 
 def ask(url: str, **fields: Any) -> httpx.Response:
@@ -53,9 +53,9 @@ def is_ready(url: str) -> bool:
 
 
 def test_a_submitted_application_lives_and_ends_with_serve(ray: SubmittedRay) -> None:
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    ray.submit(application(port))
+    ports = free_ports(2)
+    url = f"http://127.0.0.1:{ports[0]}"
+    ray.submit(application(ports))
     ray.wait_for("RUNNING")
     eventually(lambda: is_ready(url))
     understood = ReferenceModel(demo_checkpoint()).answer(user("What is in this picture?", image_part(21)), 12)
@@ -64,13 +64,15 @@ def test_a_submitted_application_lives_and_ends_with_serve(ray: SubmittedRay) ->
     assert replicas.keys() == set(DEPLOYMENTS)
     assert len(directories) == 1
 
-    check_live_changes(ray, port, replicas)
+    check_probes(ray, url)
+    check_live_changes(ray, ports, replicas)
+    check_metrics(ray.node_address(), ports[1])
 
     ray.actors("ServeController")[0].kill()
     eventually(lambda: is_serve_up(ray) and ray.state().get("status") == "RUNNING")
     assert ray.replicas() == replicas, "a new controller finds all replicas again"
 
-    ray.submit(application(port, num_blocks=600))
+    ray.submit(application(ports, {"workers": {"num_blocks": 600}}))
     eventually(lambda: not set(replicas.values()) & set(all_replicas(ray)), 300)
     ray.wait_for("RUNNING")
     eventually(lambda: is_ready(url))
@@ -81,27 +83,43 @@ def test_a_submitted_application_lives_and_ends_with_serve(ray: SubmittedRay) ->
     eventually(lambda: not ray.actors("ServeReplica:weft:") and not ray.actors("DirectoryActor"), 60)
 
 
-def check_live_changes(ray: SubmittedRay, port: int, replicas: dict[str, tuple[str, int]]) -> None:
+def check_live_changes(ray: SubmittedRay, ports: list[int], replicas: dict[str, tuple[str, int]]) -> None:
     """Checks that limits and keys change without a restart, and that a wrong change does nothing."""
-    url = f"http://127.0.0.1:{port}"
+    url = f"http://127.0.0.1:{ports[0]}"
     assert ask(url, n=2).status_code == 200
     digest = "2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683"  # that of "key"
     live = {"router": {"max_num_choices": 1}, "tenants": {"shop": {"api_key_digests": [digest]}}}
-    ray.submit(application(port, live))
+    ray.submit(application(ports, live))
     eventually(lambda: ask(url, n=2).status_code == 401, 60)
     headers = {"Authorization": "Bearer key"}
     refused = httpx.post(f"{url}/v1/completions", json={"model": "weft-demo", "prompt": "a", "n": 2}, headers=headers)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
-    ray.submit(application(port, live | {"router": {"max_num_choices": 0}}))
+    ray.submit(application(ports, live | {"router": {"max_num_choices": 0}}))
     said = "router.max_num_choices: the value must be greater than or equal to 1, not 0"
     eventually(lambda: any(said in path.read_text(errors="replace") for path in ray.folder.rglob("worker-*.err")), 60)
     assert ask(url).status_code == 401, "the former keys stay"
 
-    ray.submit(application(port))
+    ray.submit(application(ports))
     eventually(lambda: ask(url, n=2).status_code == 200, 60)
     assert ray.replicas() == replicas, "no replica has started again"
     assert ray.state()["status"] == "RUNNING"
+
+
+def check_probes(ray: SubmittedRay, url: str) -> None:
+    """Checks what the kubelet and `helm test` do: both have no token of Ray."""
+    assert httpx.get(f"http://127.0.0.1:{ray.agent_port}/api/healthz", timeout=30).status_code == 200
+    program = [sys.executable, CHART / "files" / "ask_once.py"]
+    done = subprocess.run(program, env={"WEFT_URL": url}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "weft-demo answers: Hello!" in done.stdout
+
+
+def check_metrics(host: str, port: int) -> None:
+    """Checks that the port which the PodMonitor of the chart names serves the series of all members of the machine."""
+    text = httpx.get(f"http://{host}:{port}/metrics", timeout=30).text
+    for name in ("weft_router_requests_total", "weft_worker_kv_capacity_blocks", "weft_encoder_arena_capacity_bytes"):
+        assert f"\n{name}{{" in text or f"\n{name} " in text, name
 
 
 def is_serve_up(ray: SubmittedRay) -> bool:

@@ -44,6 +44,8 @@ class SubmittedRay:
     api: httpx.Client
     process: psutil.Process
     folder: Path
+    agent_port: int
+    """The agent of Ray listens here, which says whether Ray runs on its machine."""
 
     def submit(self, application: Mapping[str, Any]) -> None:
         """Makes this application the only one."""
@@ -73,6 +75,10 @@ class SubmittedRay:
             found[name] = (replica["replica_id"], replica["pid"])
         return found
 
+    def node_address(self) -> str:
+        """Returns the address at which this machine's members listen for others."""
+        return str(self.state()["deployments"]["router"]["replicas"][0]["node_ip"])
+
     def actors(self, name: str) -> list[psutil.Process]:
         """Returns the processes of this Ray whose title has the name."""
         found = []
@@ -89,7 +95,12 @@ def ray_with_dashboard(resources: Mapping[str, float]) -> Iterator[SubmittedRay]
     folder = Path(tempfile.mkdtemp(prefix="r-"))
     dashboard, agent = free_ports(2)
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    kept |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN, "RAY_gcs_rpc_server_reconnect_timeout_s": "300"}
+    kept |= {
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": TOKEN,
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
+    }
     options = ["--port=0", "--node-ip-address=127.0.0.1", "--num-cpus=4", "--disable-usage-stats"]
     options += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     options += [
@@ -110,7 +121,7 @@ def ray_with_dashboard(resources: Mapping[str, float]) -> Iterator[SubmittedRay]
         eventually(lambda: "Ray runtime started" in (folder / "log").read_text() or process.poll() is not None)
         assert process.poll() is None, (folder / "log").read_text()
         with httpx.Client(base_url=f"http://127.0.0.1:{dashboard}", headers=headers, timeout=60) as api:
-            yield SubmittedRay(api, psutil.Process(process.pid), folder)
+            yield SubmittedRay(api, psutil.Process(process.pid), folder, agent)
     finally:
         tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
         for each in tree:  # if it is asked to end, it drains for half a minute

@@ -73,7 +73,8 @@ def test_what_a_change_leaves_out_keeps_its_value() -> None:
     ("values", "message"),
     [
         ({"workers": {"num_blocks": 9}}, "workers.num_blocks: the key can't change while the cluster serves"),
-        ({"router": {"replicas": 2}}, "router.replicas: the key can't change while the cluster serves"),
+        ({"router": {"ray_resources": {}}}, "router.ray_resources: the key can't change while the cluster serves"),
+        ({"encoders": {"replicas": 0}}, "encoders.replicas: a cluster gets its first encoder, or loses its last"),
         ({"limits": {"max_lexer_steps": 200_000}}, "limits.max_lexer_steps: the key can't change"),
         ({"router": {"max_in_flights": 2}}, "router.max_in_flights: the key is unknown"),
         ({"routers": {"max_in_flight": 2}}, "routers.max_in_flight: the key is unknown"),

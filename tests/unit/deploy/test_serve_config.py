@@ -29,9 +29,9 @@ def problems(text: str) -> str:
 
 def test_a_serve_config_holds_a_config_with_its_live_values() -> None:
     text = yaml.safe_dump(serve_config({"router": {"max_in_flight": 7}}, workers={"replicas": 3}))
-    config, none = check_submitted(text)
+    config, none, is_remote = check_submitted(text)
     assert config is not None
-    assert (config.workers.replicas, config.router.max_in_flight, none) == (3, 7, [])
+    assert (config.workers.replicas, config.router.max_in_flight, none, is_remote) == (3, 7, [], True)
     assert config.ray.address == "auto", "its replicas join the Ray on which they run"
 
 
@@ -44,7 +44,7 @@ def test_the_serve_config_of_a_manifest_is_read() -> None:
             "spec": {"serveConfigV2": yaml.safe_dump(serve_config(workers={"replicas": 2}))},
         },
     ]
-    config, _ = check_submitted(yaml.safe_dump_all(manifests))
+    config, _, _ = check_submitted(yaml.safe_dump_all(manifests))
     assert config is not None
     assert config.workers.replicas == 2
     assert "2 RayServices" in problems(yaml.safe_dump_all([manifests[1], manifests[1]]))
@@ -52,8 +52,9 @@ def test_the_serve_config_of_a_manifest_is_read() -> None:
 
 
 def test_an_ordinary_config_is_read_as_before() -> None:
-    config, _ = check_submitted("workers: {replicas: 2}")
+    config, _, is_remote = check_submitted("workers: {replicas: 2}")
     assert config is not None
+    assert not is_remote
     assert (config.workers.replicas, config.ray.address) == (2, None)
     assert "did you mean replicas?" in problems("workers: {replica: 2}")
     assert "not valid YAML" in problems("workers: {")
@@ -63,7 +64,7 @@ def test_an_ordinary_config_is_read_as_before() -> None:
     ("data", "message"),
     [
         (serve_config(workers={"replica": 2}), "workers.replica: the key is unknown"),
-        (serve_config({"workers": {"replicas": 2}}), "workers.replicas: the key can't change while the cluster serves"),
+        (serve_config({"workers": {"num_blocks": 9}}), "workers.num_blocks: the key can't change while the cluster"),
         (serve_config({"router": {"max_in_flight": 0}}), "router.max_in_flight: the value must be greater"),
         (serve_config(name="other"), "ray.cluster_name is weft, but the application's name is other"),
         ({"applications": []}, f"one application with import_path {IMPORT_PATH}, not 0"),
