@@ -17,6 +17,7 @@ from deploy.config import ClusterConfig
 from deploy.http_server import check_port, router_server
 from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
 from deploy.sizing import arena_bytes, inbox_bytes, refuse_if_too_small
+from deploy.start_phases import LOADED, LOADING, MEASURING, TellPhase, tell_nobody
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import (
     WEFT_KV,
@@ -71,10 +72,12 @@ class DirectEncoders:
 class LocalCluster:
     """Holds one router and the configured encoders and workers in this process. Use `running(...)` to start it."""
 
-    def __init__(self, config: ClusterConfig) -> None:
+    def __init__(self, config: ClusterConfig, tell: TellPhase = tell_nobody) -> None:
+        """`tell` gets the phases of the members while they start."""
         compose.prepare_process(config)
         config, self.model = compose.open_model(config)
         self.config = config
+        self._tell = tell
         refuse_if_too_small(config, self.model)
         self.workers, self.encoders = DirectWorkers(), DirectEncoders()
         self._members: list[Member] = []
@@ -83,14 +86,18 @@ class LocalCluster:
         self._hub, self._channel = LocalHub(), LocalChannelHub()
         for _ in range(config.encoders.first_replicas):
             member_id, plane = self._endpoint("encoder")
+            tell("encoder", str(member_id), LOADING)
             source = LocalFeatureSource(self._channel, str(member_id), arena_bytes(config))
             self.encoders.services[member_id] = compose.build_encoder(config, self.model, member_id, plane, source)
+            tell("encoder", str(member_id), LOADED)
         for _ in range(config.workers.first_replicas):
             member_id, plane = self._endpoint("worker")
+            tell("worker", str(member_id), LOADING)
             sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
             worker = open_worker(config, self.model, WorkerEndpoint(member_id, plane, sink), "127.0.0.1", spawn_rank)
             self.ranked_workers.append(worker)
             self.workers.services[member_id] = worker.service
+            tell("worker", str(member_id), LOADED)
         member_id, plane = self._endpoint("router")
         self.router_id = member_id
         pools = Pools(self.workers, self.encoders)
@@ -112,6 +119,9 @@ class LocalCluster:
         named: list[tuple[MemberId, EncoderService | WorkerService | RouterService]]
         named = [*self.encoders.services.items(), *self.workers.services.items(), (self.router_id, self.router)]
         for member_id, service in named:
+            if member_id != self.router_id:
+                kind = "encoder" if member_id in self.encoders.services else "worker"
+                self._tell(kind, str(member_id), MEASURING)
             with as_member(member_id):
                 await service.start()
         for worker in self.ranked_workers:
@@ -146,10 +156,10 @@ class LocalCluster:
 
 
 @contextlib.asynccontextmanager
-async def running(config: ClusterConfig) -> AsyncIterator[LocalCluster]:
+async def running(config: ClusterConfig, tell: TellPhase = tell_nobody) -> AsyncIterator[LocalCluster]:
     """Yields a started local cluster without an HTTP socket; callers use `cluster.app` by ASGI or `cluster.router`
     directly."""
-    cluster = LocalCluster(config)
+    cluster = LocalCluster(config, tell)
     await cluster.start()
     try:
         yield cluster
@@ -158,14 +168,14 @@ async def running(config: ClusterConfig) -> AsyncIterator[LocalCluster]:
 
 
 @contextlib.asynccontextmanager
-async def serving(config: ClusterConfig) -> AsyncIterator[tuple[LocalCluster, int]]:
+async def serving(config: ClusterConfig, tell: TellPhase = tell_nobody) -> AsyncIterator[tuple[LocalCluster, int]]:
     """Yields a started local cluster with its own HTTP server, and the port of that server. Raises ConfigError, before
     it loads models, if another program listens on the port of the config."""
     if config.server.port:
         check_port(config.server.host, config.server.port)
     if (tls := TlsFiles.of(config.server)) is not None:
         check_tls(tls)
-    async with running(config) as cluster:
+    async with running(config, tell) as cluster:
         server = router_server(cluster.app, config)
         with as_member(cluster.router_id):
             await server.start()

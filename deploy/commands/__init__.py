@@ -1,7 +1,7 @@
 """Holds the commands of `weft`: what each prints, asks and starts.
 
-`command_line` defines commands and options, and says which one is meant by a misspelled word. It imports a command's
-module when the command runs, so that `weft version` takes no second.
+`command_line` defines commands and options, with the parser of `weft_parser`, which says what a misspelled word may
+mean. It imports a command's module when the command runs, so that `weft version` takes no second.
 
     serve_cluster      `weft serve`
     ray_node           `weft node start`
@@ -13,6 +13,7 @@ module when the command runs, so that `weft version` takes no second.
     chat_session       `weft chat`
     chat_history       keeps a conversation, and reads streamed answers
     shell_completion   `weft completion`
+    start_progress     shows what a cluster that starts waits for
     cluster_client     asks a cluster over HTTP, and says what to do when that fails
     cluster_view       reads what a cluster says of itself, and computes rates
     terminal           prints tables, words and colours
@@ -21,6 +22,7 @@ module when the command runs, so that `weft version` takes no second.
 know it by its HTTP API.
 """
 
-from deploy.commands.command_line import VERSION, WeftParser, build_parser
+from deploy.commands.command_line import VERSION, build_parser
+from deploy.commands.weft_parser import WeftParser
 
 __all__ = ["VERSION", "WeftParser", "build_parser"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import shutil
@@ -19,10 +20,12 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from deploy.commands.start_progress import StartProgress
 from deploy.config import ClusterConfig
 from deploy.config_file import load_config
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
 from deploy.process_setup import freeze_what_lives, new_event_loop
+from deploy.start_phases import StartBoard, start_text
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
 
 STOP_S = 30.0
@@ -79,7 +82,13 @@ def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
     from deploy.ray.runtime import run_cluster
 
     print(f"weft: the cluster is starting; {where_logs_are(config.logging)} ...", flush=True)
-    with run_cluster(config, temp_dir=Path(tempfile.gettempdir())) as cluster:
+    progress = StartProgress(sys.stdout)
+    with contextlib.ExitStack() as running:
+        try:
+            folder = Path(tempfile.gettempdir())
+            cluster = running.enter_context(run_cluster(config, temp_dir=folder, show=progress.show))
+        finally:
+            progress.close()
         lifeline.tell_ready()
         print(banner(cluster.url, cluster.model_name), flush=True)
         if cluster.hint:
@@ -94,7 +103,18 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
     from deploy.local import serving
 
     print(f"weft: the cluster is starting in one process; {where_logs_are(config.logging)} ...", flush=True)
-    async with serving(config) as (cluster, port):
+    progress, board = StartProgress(sys.stdout), StartBoard()
+    wanted = {"worker": config.workers.first_replicas, "encoder": config.encoders.first_replicas}
+
+    def tell(kind: str, name: str, phase: str) -> None:
+        board.tell(kind, name, phase)
+        progress.show(start_text(wanted, (), board.told()))
+
+    async with contextlib.AsyncExitStack() as running:
+        try:
+            cluster, port = await running.enter_async_context(serving(config, tell))
+        finally:
+            progress.close()
         freeze_what_lives()
         lifeline.tell_ready()
         scheme = "http" if config.server.tls_cert_file is None else "https"

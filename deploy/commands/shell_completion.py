@@ -14,7 +14,7 @@ from pathlib import Path
 
 import shtab
 
-from deploy.commands.command_line import SHELLS, WeftParser, build_parser
+from deploy.commands.weft_parser import WeftParser
 
 SHELL_TO_PLACE = {
     "bash": "~/.local/share/bash-completion/completions/weft",
@@ -24,21 +24,19 @@ SHELL_TO_PLACE = {
 MODALITIES = ("text", "image", "video", "audio")
 
 
-def completion(arguments: argparse.Namespace) -> int:
-    """Prints the script. On a terminal, a note says where it belongs."""
-    assert set(SHELL_TO_PLACE) == set(SHELLS)
-    print(script(arguments.shell))
+def completion(shell: str, parser: WeftParser) -> int:
+    """Prints the script for a shell. On a terminal, a note says where it belongs."""
+    print(script(shell, parser))
     if sys.stdout.isatty():
-        place = SHELL_TO_PLACE[arguments.shell]
-        print(f"weft: write this to {place}: weft completion {arguments.shell} > FILE", file=sys.stderr)
+        print(f"weft: write this to {SHELL_TO_PLACE[shell]}: weft completion {shell} > FILE", file=sys.stderr)
     return 0
 
 
-def script(shell: str) -> str:
-    """Returns the script for a shell. The parser is one of its own, because shtab reads what is written to actions."""
+def script(shell: str, parser: WeftParser) -> str:
+    """Returns the script for a shell. Side effect: it writes to the actions of the parser what completes their values,
+    because shtab reads it there."""
     from loadtest.benches import BENCHES
 
-    parser = build_parser()
     for path, action in all_actions(parser):
         if action.type is Path or action.dest in ("image", "video", "audio") or path == ("check",):
             is_folder = action.metavar == "DIR" or action.dest == "log_dir"

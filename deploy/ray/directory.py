@@ -24,6 +24,7 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.ray.removal import replica_names
+from deploy.start_phases import StartBoard, TellPhase, ToldPhase
 from fabric.contracts import ConfigError, Member, MemberId, ScalingReport, SystemClock, Unavailable
 from fabric.transport import Directory, Membership, PlaneKeys, ViewChange
 
@@ -52,6 +53,7 @@ class DirectoryActor:
         self._directory = Directory(SystemClock(), lease_s)
         self._epoch = time.time_ns()
         self._pool_to_scaling: dict[str, ScalingReport] = {}
+        self._starting = StartBoard()
         self._application = application
         self._lock = threading.Lock()
         self._is_ending = False
@@ -98,6 +100,14 @@ class DirectoryActor:
     def leave(self, member_id: MemberId) -> None:
         with self._lock:
             self._directory.leave(member_id)
+
+    def note_start(self, kind: str, name: str, phase: str) -> None:
+        """Takes the phase that a member begins while it starts."""
+        self._starting.tell(kind, name, phase)
+
+    def starting(self) -> tuple[ToldPhase, ...]:
+        """Returns the latest phase of each member that has told one."""
+        return self._starting.told()
 
     def take_scaling(self, report: ScalingReport) -> None:
         """Takes the newest decision about the size of a pool."""
@@ -172,6 +182,17 @@ def _here() -> NodeAffinitySchedulingStrategy:
 def directory_actor(cluster: str) -> ray.actor.ActorHandle:
     """Returns the directory of the cluster with that name. Raises ValueError if there is none."""
     return ray.get_actor(f"{cluster}-directory", namespace=NAMESPACE)
+
+
+def phase_teller(cluster: str) -> TellPhase:
+    """Returns what tells the directory of a cluster the phases of a member that starts. It does not wait for an
+    answer."""
+    actor = directory_actor(cluster)
+
+    def tell(kind: str, name: str, phase: str) -> None:
+        actor.note_start.remote(kind, name, phase)
+
+    return tell
 
 
 async def plane_keys(cluster: str) -> PlaneKeys:

@@ -92,9 +92,13 @@ def _is_address(text: str) -> bool:
 
 @contextlib.contextmanager
 def run_cluster(
-    config: ClusterConfig, temp_dir: Path | None = None, ready_timeout_s: float = 300.0
+    config: ClusterConfig,
+    temp_dir: Path | None = None,
+    ready_timeout_s: float = 300.0,
+    show: Callable[[str], None] = lambda _: None,
 ) -> Iterator[RunningCluster]:
-    """Runs a cluster for the duration of the `with` block; at its end the cluster drains. Side effects: starts a local
+    """Runs a cluster for the duration of the `with` block; at its end the cluster drains. While it starts, `show` gets
+    texts that say what it waits for. Side effects: starts a local
     Ray unless `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that
     is removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if the cluster can't start."""
     is_joined = config.ray.address is not None
@@ -107,6 +111,7 @@ def run_cluster(
         from deploy.ray.joining import deploy_app
         from deploy.ray.nodes import check_nodes
         from deploy.ray.serve_app import build_app
+        from deploy.ray.start_watch import watched_start
 
         name = config.ray.cluster_name
         if is_joined:
@@ -117,19 +122,20 @@ def run_cluster(
         if is_joined:
             _remove_left(name)
         try:
-            handle = deploy_app(build_app(config, model.directory), name)
-            node, port = handle.endpoint.remote().result(timeout_s=ready_timeout_s)
-            is_secure = config.server.tls_cert_file is not None
-            cluster = RunningCluster(
-                host=reached_host(config.server.host, node),
-                port=port,
-                model_name=model.name,
-                drain=partial(drain_routers, handle, directory),
-                ask_ready=partial(_ask_ready, handle) if is_joined or is_secure else None,
-                scheme="https" if is_secure else "http",
-                hint=unreached_hint(config.server.host, node),
-            )
-            wait_ready(cluster, ready_timeout_s)
+            with watched_start(directory, _wanted(config), show):
+                handle = deploy_app(build_app(config, model.directory), name)
+                node, port = handle.endpoint.remote().result(timeout_s=ready_timeout_s)
+                is_secure = config.server.tls_cert_file is not None
+                cluster = RunningCluster(
+                    host=reached_host(config.server.host, node),
+                    port=port,
+                    model_name=model.name,
+                    drain=partial(drain_routers, handle, directory),
+                    ask_ready=partial(_ask_ready, handle) if is_joined or is_secure else None,
+                    scheme="https" if is_secure else "http",
+                    hint=unreached_hint(config.server.host, node),
+                )
+                wait_ready(cluster, ready_timeout_s)
             try:
                 yield cluster
             finally:
@@ -139,6 +145,12 @@ def run_cluster(
             # started ends with it.
             serve.delete(name)
             ray.kill(directory)
+
+
+def _wanted(config: ClusterConfig) -> dict[str, int]:
+    """Maps kinds of members to the numbers with which the cluster begins."""
+    encoders, workers = config.encoders.first_replicas, config.workers.first_replicas
+    return {"worker": workers, "encoder": encoders, "router": config.router.replicas}
 
 
 def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, compose.Model]:

@@ -33,12 +33,13 @@ from deploy.node_metrics import Exposition, MemberMetrics, NodePort
 from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
 from deploy.ray import replica_news
-from deploy.ray.directory import Heartbeat, keep_directory, plane_keys, watch_scaling
+from deploy.ray.directory import Heartbeat, keep_directory, phase_teller, plane_keys, watch_scaling
 from deploy.ray.nodes import actor_environment, this_node
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
 from deploy.ray.serve_scaling import load_stats, serve_autoscaling
 from deploy.scaling import EncoderMeter, WorkerMeter
 from deploy.sizing import arena_bytes, inbox_bytes
+from deploy.start_phases import LOADING, MEASURING
 from fabric.contracts import (
     EncodeRequest,
     EncodeResult,
@@ -129,10 +130,13 @@ class EncoderReplica:
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
+        tell = phase_teller(config.ray.cluster_name)
+        tell("encoder", str(member_id), LOADING)
         self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
         modalities = compose.loaded_modalities(config, model.family)
         place = await find_member_place(config, "encoder")
         record = compose.member("encoder", member_id, self._plane.address, node.address, modalities, place=place)
+        tell("encoder", str(member_id), MEASURING)
         await self._service.start()
         self._metrics = member_metrics(
             config, member_id, node.address, lambda: report_exposition(self._service.report())
@@ -199,10 +203,13 @@ class WorkerReplica:
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
         endpoint = WorkerEndpoint(member_id, self._plane, self._sink)
+        tell = phase_teller(config.ray.cluster_name)
+        tell("worker", str(member_id), LOADING)
         self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, node.address, launch_actor)
         self._service = self._worker.service
         scheme, place = self._service.kv_scheme, await find_member_place(config, "worker")
         record = compose.member("worker", member_id, self._plane.address, node.address, kv_scheme=scheme, place=place)
+        tell("worker", str(member_id), MEASURING)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
         self._metrics = member_metrics(

@@ -18,7 +18,13 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 LONGEST = ("test_stopping.py", "test_joined_ray.py", "test_logs.py", "test_two_routers.py", "test_pinning.py")
-SHARING = ("test_load_test.py", "test_cluster_answers.py", "test_front_end.py", "test_examples.py")
+SHARING = (
+    "test_load_test.py",
+    "test_cluster_answers.py",
+    "test_front_end.py",
+    "test_examples.py",
+    "test_terminal_commands.py",
+)
 CLIENTS = ("test_openai_python.py", "test_openai_media.py", "test_openai_javascript.py")
 """These modules share a cluster in one process, because their subject is the HTTP API."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.cli import main
 from deploy.commands.command_line import SHELLS, build_parser
-from deploy.commands.shell_completion import all_actions, script
+from deploy.commands.shell_completion import SHELL_TO_PLACE, all_actions, script
 
 COMPLETE = """
 source {script}
@@ -23,7 +23,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
 def offered(folder: Path, *words: str) -> list[str]:
     """Returns what bash offers after these words; the last one is being written."""
     file = folder / "weft.bash"
-    file.write_text(script("bash"))
+    file.write_text(script("bash", build_parser()))
     quoted = " ".join(f"'{word}'" for word in ("weft", *words))
     before = ("weft", *words)[-2]
     program = COMPLETE.format(script=file, words=quoted, last=len(words), word=words[-1], before=before)
@@ -47,6 +47,7 @@ def test_bash_offers_commands_options_values_and_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_script_has_every_command_and_option(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shell in SHELL_TO_PLACE
     assert main(["completion", shell]) == 0
     printed = capsys.readouterr().out
     commands = build_parser().commands()
@@ -64,7 +65,7 @@ def test_a_script_has_every_command_and_option(shell: str, capsys: pytest.Captur
 @pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
 def test_fish_offers_the_same(tmp_path: Path) -> None:
     file = tmp_path / "weft.fish"
-    file.write_text(script("fish"))
+    file.write_text(script("fish", build_parser()))
     asked = ("weft stat", "weft trace --mod", "weft bench eng", "weft serve --log-level w")
     program = "; ".join([f"source {file}", *(f"complete -C '{words}'" for words in asked)])
     done = subprocess.run(["fish", "--no-config", "-c", program], capture_output=True, text=True, check=True)
