@@ -25,7 +25,8 @@ def test_the_text_counts_what_is_not_there_by_what_it_does() -> None:
     board.tell("encoder", "encoder-2", LOADING)
     board.tell("encoder", "encoder-2", MEASURING)
     assert start_text(WANTED, [], board.told()) == (
-        "waiting for 2 of 2 workers (1 loading weights, 1 starting), the encoder (measuring costs), the router (starting)"
+        "waiting for 2 of 2 workers (1 loading weights, 1 starting), the encoder (measuring costs), "
+        "the router (starting)"
     )
     there = ready("worker", "worker", "encoder")
     assert start_text(WANTED, there, board.told()) == "waiting for the router (starting)"
