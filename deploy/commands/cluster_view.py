@@ -20,6 +20,7 @@ from fabric.contracts import ConfigError, WeftError
 
 TARGET_TIMEOUT_S = 1.0
 """A member that shows its metrics itself gets this much time to answer."""
+MEMBER_PREFIXES = ("weft_worker_", "weft_encoder_")
 FIRST_TOKEN = "weft_router_time_to_first_token_seconds"
 BETWEEN_TOKENS = "weft_router_inter_token_latency_seconds"
 REQUESTS = "weft_router_requests_total"
@@ -55,14 +56,19 @@ ROUTER_METRICS = (FIRST_TOKEN, BETWEEN_TOKENS, REQUESTS, IN_FLIGHT, WAITING, COM
 
 
 class Series:
-    """`Series` are the samples of one or several expositions of Prometheus."""
+    """`Series` are the samples of expositions of Prometheus: all of a router's, which tells of every router, and those
+    of members in the expositions of nodes or members (`others`)."""
 
-    def __init__(self, *texts: str) -> None:
+    def __init__(self, text: str = "", others: Iterable[str] = ()) -> None:
         self._name_to_samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
-        for text in texts:
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    self._name_to_samples.setdefault(sample.name, []).append((sample.labels, sample.value))
+        self._add(text, "")
+        for other in others:
+            self._add(other, MEMBER_PREFIXES)
+
+    def _add(self, text: str, prefixes: str | tuple[str, ...]) -> None:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples if family.name.startswith(prefixes) else ():
+                self._name_to_samples.setdefault(sample.name, []).append((sample.labels, sample.value))
 
     def has(self, prefix: str) -> bool:
         return any(name.startswith(prefix) for name in self._name_to_samples)
@@ -188,14 +194,14 @@ def read_view(client: ClusterClient, now_s: float, num_requests: int = 1000) -> 
     try:
         view = view._replace(model=client.model())
         listed = client.json("/weft/members")
-        texts = [client.text("/metrics")]
+        text = client.text("/metrics")
         asked = client.json("/weft/requests", limit=num_requests, format="json")
         targets = client.json("/weft/prometheus-targets")
     except ConfigError as error:
         return view._replace(why_partial=error.message)
-    series = Series(*texts)
-    if targets and not (series.has("weft_worker_") or series.has("weft_encoder_")):
-        series = Series(*texts, *_of_targets(targets))
+    series = Series(text)
+    if targets and not any(map(series.has, MEMBER_PREFIXES)):
+        series = Series(text, _of_targets(targets))
     return view._replace(
         version=str(listed.get("version") or "") or None,
         routers=tuple(_router_row(each, series) for each in listed.get("routers", ())),
@@ -207,7 +213,7 @@ def read_view(client: ClusterClient, now_s: float, num_requests: int = 1000) -> 
 
 
 def _of_targets(targets: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Returns the expositions of the members that show theirs themselves. One that can't be reached has none."""
+    """Returns the expositions of the nodes or members that Prometheus asks. One that can't be reached has none."""
     texts = []
     with httpx.Client(timeout=TARGET_TIMEOUT_S) as http:
         for address in dict.fromkeys(each for target in targets for each in target["targets"]):

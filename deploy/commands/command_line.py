@@ -275,10 +275,12 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from deploy.commands.cluster_client import ClusterOptions
+    from deploy.commands.cluster_client import ClusterClient, ClusterOptions
     from deploy.demo.ask import run_demo
 
     options = ClusterOptions.of(arguments)
+    with ClusterClient(options) as client:
+        client.model()  # It says what to do if the cluster can't be asked.
     return run_demo(options.url, arguments.seed, options.api_key, options.tls())
 
 

@@ -156,7 +156,10 @@ def test_members_that_show_their_metrics_themselves_are_asked(monkeypatch: pytes
         patch.setattr(cluster_view.httpx, "Client", lambda **o: real(transport=httpx.MockTransport(answer), **o))
         texts = cluster_view._of_targets([{"targets": ["10.0.0.7:1", "10.0.0.7:1"], "labels": {}}])
     assert asked == ["http://10.0.0.7:1/metrics"]
-    assert Series(*texts).total("weft_worker_num_running", worker="worker-0") == 3.0
+    routers = 'weft_router_requests_in_flight{router="router-0"} 2.0\n'
+    both = Series(routers, [f"{text}{routers}" for text in texts])
+    assert both.total("weft_worker_num_running", worker="worker-0") == 3.0
+    assert both.total("weft_router_requests_in_flight") == 2.0, "a node tells of its routers too"
     assert cluster_view._of_targets([{"targets": ["127.0.0.1:9"], "labels": {}}]) == []
 
 
