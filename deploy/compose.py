@@ -36,6 +36,7 @@ from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.text import CompileLimits, TextCodec
 from router.fetch import FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
+from router.observe import TracingSettings
 from router.planning import LinkOverride, LinkRules, MemberSelector, PlannerSettings
 from router.router_config import MODALITY_TO_ENCODE_TIMEOUT_MS, GrammarLimits, RateQuota, RouterConfig, Tenant
 from router.run import Pools
@@ -415,6 +416,37 @@ def http_limits(config: ClusterConfig) -> HttpLimits:
     return replace(limits, write_timeout_s=server.write_timeout_s, min_body_bytes_per_s=server.min_body_bytes_per_s)
 
 
+def tracing_settings(config: ClusterConfig) -> TracingSettings:
+    """Returns where spans go. Raises ConfigError if the file of the collector's headers can't be used."""
+    section = config.tracing
+    return TracingSettings(
+        endpoint=section.endpoint,
+        sample_ratio=section.sample_ratio,
+        follows_clients=section.follow_clients,
+        max_requests_per_s=section.max_requests_per_s,
+        headers=() if section.headers_file is None else read_headers(section.headers_file),
+        timeout_s=section.timeout_s,
+    )
+
+
+def read_headers(path: Path) -> tuple[tuple[str, str], ...]:
+    """Returns the headers in a file with one `name: value` per line; empty lines and those that begin with `#` do not
+    count. Raises ConfigError if the file can't be read or has another line, without quoting it, as it may be a key."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"tracing.headers_file: {path} can't be read: {error}") from error
+    headers = []
+    for number, line in enumerate(lines, 1):
+        name, is_header, value = line.partition(":")
+        if not line.strip() or line.startswith("#"):
+            continue
+        if not is_header or not name.strip().isascii() or not name.strip() or not value.strip():
+            raise ConfigError(f"tracing.headers_file: line {number} of {path} is not written as `name: value`")
+        headers.append((name.strip(), value.strip()))
+    return tuple(headers)
+
+
 def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
     """Returns the config of each router."""
     media = config.media
@@ -450,6 +482,7 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
         allowed_hosts=allowed_hosts(config),
         allowed_origins=tuple(origin.lower() for origin in config.access.allowed_origins),
         rate_burst_s=config.access.burst_s,
+        tracing=tracing_settings(config),
         batch_wait_s=config.router.batch_wait_s,
         tokens_per_encoder_second=config.router.tokens_per_encoder_second,
         planner=PlannerSettings(

@@ -28,7 +28,7 @@ from deploy.config_values import (
     one_or_more,
 )
 from deploy.http_limits import HttpLimits
-from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection
+from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection, TracingSection
 from deploy.scaling_config import AutoscalingSection
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
 from llm_workers.worker_config import Speculation, WorkerConfig
@@ -424,6 +424,7 @@ class ClusterConfig(Section):
     logging: LoggingSection = LoggingSection()
     limits: LimitsSection = LimitsSection()
     access: AccessSection = AccessSection()
+    tracing: TracingSection = TracingSection()
     tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")], TenantSection] = Field(
         {}, max_length=256
     )

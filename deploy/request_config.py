@@ -18,6 +18,7 @@ from modalities.media import MediaLimits
 from modalities.probing import ProbeLimits
 from modalities.text import CompileLimits
 from router.fetch import FetchSettings, host_pattern
+from router.observe import TracingSettings
 from router.router_config import GrammarLimits, RouterConfig, Tenant
 
 PROBE_LIMITS = ProbeLimits()
@@ -44,6 +45,27 @@ class AccessSection(Section):
     burst_s: float = Field(default_of(RouterConfig, "rate_burst_s"), ge=1, le=3600)
     """A quota per minute lets through what it gives in this many seconds at once. A smaller number spreads requests
     more evenly, and refuses more of them."""
+
+
+class TracingSection(Section):
+    """Says where the spans of requests go, as OpenTelemetry has them, and how many."""
+
+    endpoint: Annotated[str, Field(pattern=r"^https?://[^/\s]+(/\S*)?$")] | None = default_of(
+        TracingSettings, "endpoint"
+    )
+    """Names the URL of a collector that takes OTLP over HTTP, such as `http://collector:4318/v1/traces`. None turns
+    tracing off."""
+    sample_ratio: float = Field(default_of(TracingSettings, "sample_ratio"), ge=0, le=1)
+    """Sets the share of the requests that are sampled, for those that come without a client's `traceparent`."""
+    follow_clients: bool = default_of(TracingSettings, "follows_clients")
+    """Says whether a request with a client's `traceparent` is sampled exactly if the client samples it. If not,
+    `sample_ratio` decides. Its spans belong to the client's trace in both cases."""
+    max_requests_per_s: float = Field(default_of(TracingSettings, "max_requests_per_s"), gt=0)
+    """Limits the sampled requests per second of each router, whatever clients ask for."""
+    headers_file: LocalFile | None = None
+    """Names a file with the headers that the collector asks for, one `name: value` per line, such as a key."""
+    timeout_s: float = Field(default_of(TracingSettings, "timeout_s"), gt=0)
+    """Limits the time of one call to the collector. Requests never wait for it."""
 
 
 Rate = Annotated[float, Field(gt=0)]

@@ -12,6 +12,7 @@ from typing import Literal
 from modalities.family import DEFAULT_OPTIONS, MediaOptions
 from modalities.media import MediaLimits
 from modalities.text import CompileLimits
+from router.observe import TracingSettings
 from router.planning import PlannerSettings
 
 MIB = 2**20
@@ -218,6 +219,7 @@ class RouterConfig:
     shows_members: bool = True
     """Says whether the router's metrics contain the series of workers and encoders. In a large cluster each member
     shows its own."""
+    tracing: TracingSettings = field(default_factory=TracingSettings)
     max_traces: int = 256
     max_trace_events: int = 512
 

@@ -44,7 +44,8 @@ from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
 from router.api import ChatRequest, GenerationFields, check_scores, num_prompt_scores
 from router.cost_file import CostFile
-from router.fetch import SHARED_TENANT, FetchedFile
+from router.fetch import SHARED_TENANT
+from router.fetch_log import FetchLog
 from router.leaving_members import LeavingMembers
 from router.member_feeds import MemberFeeds
 from router.observe import (
@@ -54,6 +55,7 @@ from router.observe import (
     PlannerSeries,
     RequestTrace,
     RouterMetrics,
+    SpanExport,
     TraceRing,
     TraceSearch,
 )
@@ -101,7 +103,8 @@ class RouterService:
     ) -> None:
         self.config = config
         self.family = prompt_builder.family
-        self.traces = TraceRing(config.max_traces)
+        self.spans = SpanExport(config.tracing, {"service.namespace": config.cluster_name})
+        self.traces = TraceRing(config.max_traces, self.spans.end)
         self.wall_time = wall_time
         self.admission = Admission(config, clock)
         self.keys = KeyBook(config.tenants, clock, config.keys_file, config.operator_digests)
@@ -137,7 +140,7 @@ class RouterService:
         self.reports = MemberReports()
         self.reports.own_process = member_id, ProcessMeter(clock).read
         self._membership = MembershipSeries(config.kind_to_expected)
-        for series in (self.reports, self._membership, PlannerSeries(self._context.cluster)):
+        for series in (self.reports, self._membership, PlannerSeries(self._context.cluster), self.spans):
             metrics.registry.register(series)
         metrics.tell_build(config.model_name)
         self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
@@ -187,6 +190,7 @@ class RouterService:
         await self._context.tasks.cancel_all(STOP_TIMEOUT_S)
         await self._cost_file.write(self._learned)
         await self._prompt_builder.close()
+        await asyncio.to_thread(self.spans.close)
         self._answer_thread.shutdown(wait=False, cancel_futures=True)
 
     def _learned(self, wall_s: float) -> SavedCosts:
@@ -336,16 +340,16 @@ class RouterService:
         served does. Raises what `open` raises for a request that can't be served."""
         if request.has_media:
             ticket.enter_media()
-        trace = self._trace(ticket.request_id, request, None)
+        trace = self._trace(ticket, request, None)
         account = self._fetch_log(ticket, trace)
         try:
             draft = await self._prompt_builder.read(salted(request, ticket.tenant.cache_salt), account)
             prompt = await self._prompt_builder.plan(draft)
             ticket.take_prompt(len(prompt.token_ids), sum(media_seconds(draft.media).values()))(len(prompt.token_ids))
         except WeftError as error:
-            trace.note(outcome=error.code)
+            trace.end(outcome=error.code)
             raise
-        trace.note(outcome="tokenized")
+        trace.end(outcome="tokenized")
         return list(prompt.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
@@ -406,7 +410,7 @@ class RouterService:
         own = self.admission.admit() if ticket is None else None
         ticket = ticket or own
         assert ticket is not None
-        trace = self._trace(ticket.request_id, request, label)
+        trace = self._trace(ticket, request, label)
         admitted_at_s = self._context.clock.now()
         terms = RequestTerms.of(request, ticket.caller, self.config.batch_wait_s, admitted_at_s)
         terms = terms._replace(spend_tokens=self.admission.rates.spender(ticket.caller))
@@ -493,10 +497,11 @@ class RouterService:
         tenant = SHARED_TENANT if self.keys.is_open else ticket.tenant.name
         return FetchLog(ticket, tenant, trace, self._context.clock, self._context.metrics)
 
-    def _trace(self, request_id: RequestId, request: PromptRequest, label: str | None) -> RequestTrace:
+    def _trace(self, ticket: Ticket, request: PromptRequest, label: str | None) -> RequestTrace:
         context = self._context
         host, num_events = context.machine_of(context.member_id), self.config.max_trace_events
-        trace = RequestTrace(request_id, context.member_id, context.clock, num_events, host, self.wall_time())
+        trace = RequestTrace(ticket.request_id, context.member_id, context.clock, num_events, host, self.wall_time())
+        trace.span = ticket.span
         trace.add("received")
         trace.note(label=label, model=request.model, num_choices=request.num_choices, is_streamed=bool(request.stream))
         self.traces.put(trace)
@@ -510,7 +515,7 @@ class RouterService:
         else:
             known = WeftError(f"an internal error occurred ({type(error).__name__})")
         trace.add("finished", code=known.code)
-        trace.note(outcome=known.code, message=known.message)
+        trace.end(outcome=known.code, message=known.message)
         metrics = self._context.metrics
         metrics.requests.labels(known.code).inc()
         metrics.observe_admission(terms.tenant.name, terms.service_class, known.code)
@@ -574,23 +579,6 @@ def listed_members(members: Iterable[Member]) -> list[dict[str, object]]:
 def wanted_policy(request: PromptRequest) -> Policy | None:
     """Returns what a request wants to happen if a medium can't be encoded, or None if it does not say."""
     return request.on_encode_failure if isinstance(request, ChatRequest) else None
-
-
-class FetchLog:
-    """A `FetchLog` counts what is fetched for a request in the budget for bodies, and records the fetches in its
-    trace and in the metrics (a `FetchAccount`). No URL is recorded, because it may contain a secret."""
-
-    def __init__(self, ticket: Ticket, tenant: str, trace: RequestTrace, clock: Clock, metrics: RouterMetrics) -> None:
-        self.take = ticket.grow
-        self.tenant = tenant
-        self.now = clock.now
-        self._trace = trace
-        self._metrics = metrics
-
-    def ended(self, part: str, began_s: float, file: FetchedFile | None, code: str) -> None:
-        num_bytes, is_cached = (0, False) if file is None else (len(file.data), file.is_cached)
-        self._trace.add("fetched", from_s=began_s, part=part, num_bytes=num_bytes, is_cached=is_cached, code=code)
-        self._metrics.observe_fetch("cached" if is_cached else code, self.now() - began_s, num_bytes)
 
 
 def salted(request: R, salt: str) -> R:

@@ -29,7 +29,15 @@ from deploy.commands import WeftParser, build_parser
 from deploy.config_file import section_in
 from fabric.contracts import errors
 from router.api import status_of
-from router.observe import UP_TEXT, MemberReports, MembershipSeries, PlannerSeries, RouterMetrics
+from router.observe import (
+    UP_TEXT,
+    MemberReports,
+    MembershipSeries,
+    PlannerSeries,
+    RouterMetrics,
+    SpanExport,
+    TracingSettings,
+)
 
 EXAMPLES = Path(cluster_config.__file__).parent / "configs"
 
@@ -275,7 +283,8 @@ def metric_rows() -> list[MetricRow]:
     # The series of the planner read these values only; an empty cluster has no stages and empty indexes.
     no_keys = SimpleNamespace(num_keys=0, num_out_of_step=0, num_refused=0, num_evicted=0, num_bytes=0)
     no_cluster = SimpleNamespace(accuracy=dict, prefix_stats=lambda: no_keys, feature_stats=lambda: no_keys)
-    for series in (MemberReports(), MembershipSeries({}), PlannerSeries(cast(Any, no_cluster))):
+    planner, spans = PlannerSeries(cast(Any, no_cluster)), SpanExport(TracingSettings(), {})
+    for series in (MemberReports(), MembershipSeries({}), planner, spans):
         metrics.registry.register(series)
     Gauge("weft_member_up", UP_TEXT, ["member", "kind"], registry=metrics.registry)
     rows = []

@@ -245,5 +245,6 @@ def _cluster() -> dict[str, Schema]:
         "Members": closed({"version": TEXT, "members": array(closed(member)), "routers": array(closed(member))}),
         "PrometheusTargets": array(target),
         "RequestList": closed({"requests": array(summary), "routers_without_answer": array(TEXT)}),
+        "SpanFile": closed({"traceEvents": array(OPEN), "displayTimeUnit": {"const": "ms"}}),
         "RequestRecord": {"type": "object", "required": ["request_id"], "properties": {"request_id": TEXT}},
     }

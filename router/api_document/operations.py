@@ -30,6 +30,7 @@ EVENTS_TYPE = "text/event-stream"
 TEXT_TYPE = "text/plain"
 FORM_TYPE = "multipart/form-data"
 MAX_LISTED = 1000
+MAX_SECONDS = 3600
 """Limits the requests that one list may have."""
 
 
@@ -96,6 +97,7 @@ _FORMAT: Schema = {
     "description": "Asks for JSON, or for a page for people; by default the header `accept` decides.",
     "schema": {"enum": ["html", "json"]},
 }
+SECONDS: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_SECONDS}
 LIMIT: Schema = {"anyOf": [{"type": "integer", "minimum": 1, "maximum": MAX_LISTED}, {"const": ""}]}
 RECORD = AnswerLink(
     "record",
@@ -294,6 +296,9 @@ def _cluster() -> list[Operation]:
     targets = "Lists the members that Prometheus should scrape, for its HTTP service discovery."
     records = _operator("/weft/requests", "listRequests", tag, "List the latest requests", listed, "RequestList")
     record = _operator("/weft/requests/{request_id}", "getRequest", tag, "Explain a request", found, "RequestRecord")
+    spans = "Returns what all parts did for the latest requests, or for one, as spans in the form that Perfetto opens."
+    few = _query("seconds", "Takes the requests that came within this many seconds; 60 by default.", SECONDS)
+    one = _query("request_id", "Takes this request alone, by its id or that of its completion.", {"type": "string"})
     return [
         _operator("/metrics", "metrics", tag, "Read the metrics", exposition, "")._replace(answers={TEXT_TYPE: ""}),
         _operator(
@@ -310,6 +315,9 @@ def _cluster() -> list[Operation]:
             parameters=[by_id, _FORMAT],
             answers={JSON_TYPE: "RequestRecord", HTML_TYPE: ""},
             errors=(*OPERATOR, *BAD_PARAMETER, *GONE),
+        ),
+        _operator("/weft/spans", "listSpans", tag, "Read spans", spans, "SpanFile")._replace(
+            parameters=[*filters[:3], few, one], errors=(*OPERATOR, *BAD_PARAMETER, *GONE)
         ),
     ]
 

@@ -9,6 +9,7 @@ The module makes no decisions, and knows nothing of workers or attempts.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -59,7 +60,7 @@ from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
 from router.edge.route_table import RouteTable
 from router.edge.tickets import Tickets
 from router.edge.whole_answer import WholeAnswer
-from router.observe import Found, RequestFilter
+from router.observe import Found, RequestFilter, beside, chrome_trace, read_traceparent
 from router.prompt import PromptRequest
 from router.run import JoinedStreams, RequestStream, Ticket, check_tenant
 from router.service import RouterService
@@ -96,6 +97,7 @@ def create_api(service: RouterService) -> FastAPI:
         ("GET", "/weft/prometheus-targets", edge.prometheus_targets),
         ("GET", "/weft/requests", edge.requests),
         ("GET", "/weft/requests/{request_id}", edge.trace),
+        ("GET", "/weft/spans", edge.spans),
         ("GET", "/openapi.json", document.as_json),
         ("GET", "/docs", document.as_page),
     ]
@@ -201,6 +203,9 @@ class HttpEdge:
             return self._refusal(request, error, {"x-request-id": label or mint_request_id()}, is_body_unread=True)
         begin_request(request.scope, ticket.request_id, label)
         headers = {"x-request-id": label or ticket.request_id, "x-weft-request-id": ticket.request_id}
+        ticket.span = service.spans.begin(read_traceparent(request.headers.get("traceparent")))
+        if ticket.span is not None:
+            headers["traceresponse"] = ticket.span.header()
         with ExitStack() as undo:
             undo.callback(ticket.release)
             try:
@@ -298,6 +303,7 @@ class HttpEdge:
         streams: list[RequestStream] = []
         try:
             for each, ticket in zip(requests, tickets, strict=True):
+                ticket.span = ticket.span or beside(tickets[0].span)
                 num_scores = sum(stream.num_prompt_scores for stream in streams)
                 streams.append(await self._service.open(each, ticket, label, news, num_scores))
         except BaseException as error:  # However it ends, no request of a refused answer goes on.
@@ -467,7 +473,7 @@ class HttpEdge:
         completion, as JSON or as a page."""
         name = str(request.path_params["request_id"])
         is_named_page = name.endswith(".html")
-        name = name.removesuffix(".html").removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("resp_")
+        name = bare_id(name.removesuffix(".html"))
         try:
             is_page = is_named_page or wants_page(request)
         except WeftError as error:
@@ -479,6 +485,31 @@ class HttpEdge:
         return (
             answer_page(request, request_page(found.records[0])) if is_page else answer_json(request, found.records[0])
         )
+
+    async def spans(self, request: Request) -> Response:
+        """Returns what all parts of the cluster did for the requests that came within the last seconds, as spans in
+        the form that Perfetto opens."""
+        try:
+            wanted = wanted_requests(request)
+            seconds = wanted_seconds(request)
+        except WeftError as error:
+            return self._refusal(request, error, echo(request))
+        service = self._service
+        if named := request.query_params.get("request_id"):
+            found = await service.search.find(bare_id(named))
+            if not found.records:
+                body = envelope(self._not_found(named, found), 404, "not_found", "request_id")
+                return Response(body, 404, media_type="application/json", headers=echo(request))
+            return answer_json(request, chrome_trace(found.records[:1]))
+        since_s = service.wall_time() - seconds
+        records: list[dict[str, Any]] = []
+        for summary in (await service.search.latest(wanted)).records:
+            received_at = summary["received_at"]
+            if isinstance(received_at, float) and received_at >= since_s:
+                records += (await service.search.find(str(summary["request_id"]))).records
+                await asyncio.sleep(0)  # Other requests go on between two records.
+        content = await service.write(lambda: msgspec.json.encode(chrome_trace(records)))
+        return Response(content, media_type="application/json", headers=echo(request))
 
     def _not_found(self, name: str, found: Found) -> str:
         who = f"none of the {len(found.asked) + 1} routers has a" if found.asked else "this router has no"
@@ -509,6 +540,22 @@ def wants_page(request: Request) -> bool:
     if wanted not in (None, "html", "json"):
         raise InvalidRequest(f"`format` must be `html` or `json`, not {wanted[:64]!r}", param="format")
     return wanted == "html" or (wanted is None and "text/html" in request.headers.get("accept", ""))
+
+
+def bare_id(name: str) -> str:
+    """Returns the id of a request whose completion has this id."""
+    return name.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("resp_")
+
+
+MAX_SECONDS = 3600
+
+
+def wanted_seconds(request: Request) -> float:
+    """Returns how far back spans go; a minute by default. Raises InvalidRequest for another number."""
+    text = request.query_params.get("seconds", "60")
+    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MAX_SECONDS:
+        raise InvalidRequest(f"`seconds` must be a number from 1 to {MAX_SECONDS}, not {text[:64]!r}", param="seconds")
+    return float(text)
 
 
 def answer_page(request: Request, page: str) -> Response:

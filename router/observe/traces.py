@@ -33,6 +33,7 @@ from fabric.contracts import (
     TraceReply,
 )
 from router.observe.explained_request import MemberAnswer, explain, first_token_of, modality_class
+from router.observe.span_context import SpanContext
 from router.planning import RoutePlan
 
 _LOG = logging.getLogger(__name__)
@@ -70,6 +71,9 @@ class RequestTrace:
     ) -> None:
         self.request_id = request_id
         self.wall_s = wall_s
+        self.span: SpanContext | None = None
+        """Names the request's span in a tracing system, if one is used."""
+        self.on_end: Callable[[RequestTrace], None] = lambda _: None
         self._member_id = member_id
         self._clock = clock
         self._max_events = max_events
@@ -107,6 +111,11 @@ class RequestTrace:
     def note(self, **facts: object) -> None:
         """Sets facts of the whole request: outcome, usage, label."""
         self._facts.update(facts)
+
+    def end(self, **facts: object) -> None:
+        """Sets the last facts of the whole request, among them its outcome. Answers of members may still come."""
+        self.note(**facts)
+        self.on_end(self)
 
     def add_plan(self, plan: RoutePlan) -> None:
         self._plans.append(plan)
@@ -167,7 +176,9 @@ class RequestTrace:
             "received_at": self.wall_s,
             "modality": self.modality,
             "outcome": RUNNING,
-            **{name: plain(fact) for name, fact in self._facts.items()},
+            **({} if self.span is None else {"trace_id": self.span.trace_hex}),
+            # The record may be read in a thread, while an answer still adds to it.
+            **{name: plain(fact) for name, fact in dict(self._facts).items()},
         }
         plans = [{"attempt": plan.attempt_id.attempt, "plan": plain(plan)} for plan in self._plans]
         shown = plain(explained)
@@ -193,13 +204,15 @@ class RequestFilter(msgspec.Struct, frozen=True):
 
 
 class TraceRing:
-    """A `TraceRing` holds the most recent traces, by request id."""
+    """A `TraceRing` holds the most recent traces, by request id, and passes each to `on_end` when its request ends."""
 
-    def __init__(self, max_traces: int) -> None:
+    def __init__(self, max_traces: int, on_end: Callable[[RequestTrace], None] = lambda _: None) -> None:
         self.max_traces = max_traces
+        self._on_end = on_end
         self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
 
     def put(self, trace: RequestTrace) -> None:
+        trace.on_end = self._on_end
         self._traces[trace.request_id] = trace
         while len(self._traces) > self.max_traces:
             self._traces.popitem(last=False)

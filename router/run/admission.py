@@ -25,7 +25,7 @@ from fabric.contracts import (
     mint_request_id,
 )
 from router.api import GenerationFields
-from router.observe import RouterMetrics
+from router.observe import RouterMetrics, SpanContext
 from router.planning import RoutePlan, Standing, TenantShares
 from router.router_config import ANONYMOUS, RouterConfig, Tenant
 from router.run.key_book import NO_CALLER, Caller
@@ -362,6 +362,8 @@ class Ticket:
         self.num_bytes = 0
         self.num_tokens = 0
         self.has_media = False
+        self.span: SpanContext | None = None
+        """Names the request's span in a tracing system, if one is used."""
         self._admission: Admission | None = admission
 
     def grow(self, num_bytes: int) -> None:

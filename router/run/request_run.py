@@ -470,7 +470,7 @@ class Account:
         metrics.prefix_hit_tokens.inc(num_cached)
         metrics.usage.observe(caller.tenant.name, caller.key_name, len(prompt.token_ids), num_cached, num_generated)
         self._trace.add("aborted" if isinstance(error, Aborted) else "finished", code=code)
-        self._trace.note(
+        self._trace.end(
             outcome=code,
             message=None if error is None else error.message,
             finish_reasons=[choice.finish_reason for choice in self._stream.choices],

@@ -248,6 +248,9 @@ CHECKS: dict[str, Callable[[str], Check]] = {
     ),
     "weft_worker_engine_age_seconds": between(0.0, 60.0),
     "weft_worker_step_seconds_total": within_the_load,
+    # No collector is named.
+    "weft_router_spans_total": at_rest,
+    "weft_router_sampled_requests_dropped_total": at_rest,
     "weft_worker_work_seconds_total": within_the_load,
     "weft_worker_doorstep_wait_seconds_total": lambda name: (
         lambda seen: (

@@ -35,6 +35,7 @@ REASONS = {
     "modalities/registry.py:Registry._call_plugins": "a plugin is code of other people; the error names the plugin",
     "modalities/text/tokenizer_files.py:load_tokenizer": "the library `tokenizers` raises Exception itself",
     "router/edge/connection.py:AccessLog.__call__": "the top of an HTTP exchange; the error is raised again",
+    "router/observe/span_export.py:SpanExport._spans_of": "one record in the loop of the thread that sends spans",
     "router/fetch/url_fetcher.py:UrlFetcher._run": "the top of a fetch's task, for which requests wait",
     "router/edge/app.py:HttpEdge._open_each": "the top of an answer's requests; the error is raised again",
     "router/run/request_run.py:RequestRun._run": "the top of a request's task",
