@@ -66,6 +66,14 @@ SECTION_TO_LIVE_KEYS: Mapping[str, tuple[str, ...]] = {
         "max_pattern_bytes",
         "grammar_timeout_s",
     ),
+    "tracing": (
+        "endpoint",
+        "sample_ratio",
+        "follow_clients",
+        "max_requests_per_s",
+        "headers_file",
+        "timeout_s",
+    ),
     "access": ("keys_file", "operator_key_digests", "allowed_hosts"),
     "logging": ("level", "levels"),
 }

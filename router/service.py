@@ -157,6 +157,7 @@ class RouterService:
         self.admission.reconfigure(config)
         self._context.ledger.reconfigure(config)
         self._membership.expect(config.kind_to_expected)
+        self.spans.reconfigure(config.tracing)
         self.keys, self.config = keys, config
         self._context = dataclasses.replace(self._context, config=config)
 

@@ -382,6 +382,35 @@ def explain(
 ) -> dict[str, object]:
     """Returns what the record of a request says of its time, as objects and lists: `clocks`, `events`, `timeline`,
     `stages` and `first_token`. The first event is the arrival of the request."""
+    laid = laid_out(router_id, own_host, events, answers, facts)
+    return {
+        "clocks": [{"host": host, **clock._asdict()} for host, clock in laid.clocks.items()],
+        "events": _listed(events, answers, laid.clocks, laid.zero_s),
+        "timeline": [span._asdict() for span in laid.spans],
+        "stages": _stages(laid.own, answers, plans, laid.spans, laid.zero_s),
+        "first_token": first_token_json(laid.own, answers, plans, laid.first),
+    }
+
+
+class LaidOut(NamedTuple):
+    """A `LaidOut` holds the times of a request on one axis, and what they were computed from."""
+
+    own: list[TraceEvent]
+    """Holds the router's events."""
+    zero_s: float
+    """Is the time of the arrival on the router's clock."""
+    first: FirstToken | None
+    clocks: dict[str, HostClock]
+    spans: list[TimeSpan]
+
+
+def laid_out(
+    router_id: MemberId,
+    own_host: str,
+    events: Sequence[TraceEvent],
+    answers: Sequence[MemberAnswer],
+    facts: Mapping[str, object],
+) -> LaidOut:
     own = [event for event in events if event.member_id == router_id]
     zero_s = own[0].at_s if own else 0.0
     first = first_token_of(own)
@@ -389,14 +418,7 @@ def explain(
     media = facts.get("media") or ()
     assert isinstance(media, Sequence)
     hash_to_item = {item["mm_hash"]: index for index, item in reversed(list(enumerate(media)))}
-    spans = timeline(own, answers, clocks, hash_to_item, zero_s)
-    return {
-        "clocks": [{"host": host, **clock._asdict()} for host, clock in clocks.items()],
-        "events": _listed(events, answers, clocks, zero_s),
-        "timeline": [span._asdict() for span in spans],
-        "stages": _stages(own, answers, plans, spans, zero_s),
-        "first_token": _first_token(own, answers, plans, first),
-    }
+    return LaidOut(own, zero_s, first, clocks, timeline(own, answers, clocks, hash_to_item, zero_s))
 
 
 def _listed(
@@ -441,7 +463,7 @@ def _stages(
     return listed
 
 
-def _first_token(
+def first_token_json(
     own: Sequence[TraceEvent], answers: Iterable[MemberAnswer], plans: Iterable[RoutePlan], first: FirstToken | None
 ) -> dict[str, object] | None:
     """Returns when the first token came and what the time until then was spent on, or None if there was none."""

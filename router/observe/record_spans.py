@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Record = Mapping[str, Any]
-"""A record as `RequestTrace.to_json` returns it."""
+"""A record as `RequestTrace.to_json` or `for_spans` returns it."""
 Attributes = dict[str, str | int | float | bool]
 ROUTER, ENCODER, WORKER = "router", "encoder", "worker"
 
@@ -47,8 +47,9 @@ def record_spans(record: Record) -> list[RecordSpan]:
     root = RecordSpan("request", ROUTER, router_id, wall_s, wall_s, attributes=request_attributes(record))
     outcome = str(record.get("outcome", ""))
     root.error = "" if outcome in ("ok", "tokenized", "running") else outcome
-    last_s = max([wall_s, *(wall_s + float(event["time_s"]) for event in record.get("events") or ())])
-    root.end_s = max([last_s, *(wall_s + float(span["end_s"]) for span in own)])
+    ended_s = [float(record.get("ended_s") or 0.0), *(float(span["end_s"]) for span in own)]
+    ended_s += [float(event["time_s"]) for event in record.get("events") or () if event["member_id"] == router_id]
+    root.end_s = wall_s + max(ended_s)
     made = [root]
     for span in own:
         _add(made, root, span, ROUTER, wall_s)

@@ -43,7 +43,7 @@ class EndedRecord(Protocol):
     @property
     def span(self) -> SpanContext | None: ...
 
-    def to_json(self) -> dict[str, object]: ...
+    def for_spans(self) -> dict[str, object]: ...
 
 
 class ExportCounts(NamedTuple):
@@ -100,6 +100,11 @@ class SpanExport(Collector):
             self._num_dropped,
         )
 
+    def reconfigure(self, settings: TracingSettings) -> None:
+        """Takes other settings. Records that wait are sent with these."""
+        if settings != self._settings:
+            self._settings, self._sampler = settings, Sampler(settings, self._now)
+
     def begin(self, client: SpanContext | None) -> SpanContext | None:
         """Returns the span of a request that begins, or None if tracing is off."""
         return self._sampler.begin(client) if self.is_on else None
@@ -125,10 +130,16 @@ class SpanExport(Collector):
     # ------------------------------------------------------------ the thread
 
     def _run(self) -> None:
-        exporter = self._make_exporter(self._settings)
+        exporter, used = None, self._settings
         while True:
             is_last = self._closing.wait(IDLE_S)
-            self._send(exporter, self._settled(take_all=is_last))
+            records, settings = self._settled(take_all=is_last), self._settings
+            if exporter is None or used is not settings:
+                if exporter is not None:
+                    exporter.shutdown()
+                exporter, used = self._make_exporter(settings), settings
+            if settings.endpoint is not None:
+                self._send(exporter, records)
             if is_last:
                 exporter.shutdown()
                 return
@@ -152,7 +163,7 @@ class SpanExport(Collector):
     def _spans_of(self, record: EndedRecord) -> list[ReadableSpan]:
         assert record.span is not None
         try:
-            return otel_spans(record_spans(record.to_json()), record.span, self._facts)
+            return otel_spans(record_spans(record.for_spans()), record.span, self._facts)
         except Exception:  # It must not end the thread, and the records of other requests are fine.
             _LOG.exception("no spans can be made of a request of the trace %s", record.span.trace_hex)
             return []

@@ -32,7 +32,14 @@ from fabric.contracts import (
     TraceQuestion,
     TraceReply,
 )
-from router.observe.explained_request import MemberAnswer, explain, first_token_of, modality_class
+from router.observe.explained_request import (
+    MemberAnswer,
+    explain,
+    first_token_json,
+    first_token_of,
+    laid_out,
+    modality_class,
+)
 from router.observe.span_context import SpanContext
 from router.planning import RoutePlan
 
@@ -185,7 +192,27 @@ class RequestTrace:
         assert isinstance(shown, dict)
         return head | {"plans": plans, "num_events_dropped": self._num_dropped} | shown
 
+    def for_spans(self) -> dict[str, object]:
+        """Returns the part of the record of which spans are made, which takes a fraction of the time of the whole."""
+        facts = dict(self._facts)
+        laid = laid_out(self._member_id, self._host, self._events, self._answers, facts)
+        return {
+            "request_id": self.request_id,
+            "router_id": self._member_id,
+            "received_at": self.wall_s,
+            "modality": self.modality,
+            "outcome": RUNNING,
+            **{name: facts[name] for name in SPAN_FACTS if name in facts},
+            "timing": plain(facts.get("timing")),
+            "plans": [{"plan": {"worker_id": plan.worker_id}} for plan in self._plans],
+            "ended_s": max((event.at_s - laid.zero_s for event in laid.own), default=0.0),
+            "timeline": [span._asdict() for span in laid.spans],
+            "first_token": first_token_json(laid.own, self._answers, self._plans, laid.first),
+        }
 
+
+SPAN_FACTS = ("outcome", "model", "num_prompt_tokens", "usage", "finish_reasons", "tenant")
+"""Names the facts of a request that its span has."""
 PUBLIC_FACTS = ("outcome", "finish_reasons", "timing", "usage", "media", "num_prompt_tokens", "degraded", "ignored")
 """Names the facts of a request that its own client may see, where the rest is for operators: they tell nothing of the
 members of the cluster and of the requests of others."""

@@ -11,6 +11,7 @@ import base64
 import io
 import json
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,13 +20,17 @@ from PIL import Image
 
 from deploy.testing import TINY_MODEL
 from loadtest.bench_result import Bar, BenchResult
+from loadtest.benches.front_end.blank_collector import blank_collector
 from loadtest.benches.front_end.simulated_router import SimulatedRouter, simulated_router
 from loadtest.benches.front_end.stream_clients import HttpCounts, HttpLoad, StreamClients
+from router.observe import TracingSettings
 
 NUM_STREAMS, TOKENS_PER_STREAM = 16, 2000
 NUM_REQUESTS, NUM_PICTURE_REQUESTS = 200, 16
 NUM_MANY, TOKENS_OF_MANY = 1000, 40
 SIZE = (1280, 720)
+SETTLED_S = 1.6
+"""The spans of a request are sent within this time after its end."""
 LEAST_SHARE = 0.03
 """Is the smallest share of the CPU time that gets a row."""
 QUESTION = "What is the colour of the circle, and how many squares are there?"
@@ -43,19 +48,21 @@ def run(options: Sequence[str] = ()) -> BenchResult:
     parser = argparse.ArgumentParser(prog="weft bench http", allow_abbrev=False)
     parser.add_argument("--rounds", type=int, default=5, help="takes the median of this many rounds")
     parser.add_argument("--loop", choices=("uvloop", "asyncio"), default="uvloop", help="names the router's event loop")
-    parser.add_argument("--part", choices=("streams", "requests", "pictures", "many"), help="measures one part alone")
+    parts = ("streams", "requests", "pictures", "many", "tracing")
+    parser.add_argument("--part", choices=parts, help="measures one part alone")
     args = parser.parse_args(options)
     rows, bars = [["what", "value", "unit"]], list[Bar]()
     with simulated_router(args.loop) as router, StreamClients() as clients:
         bench = HttpBench(router, clients, args.rounds)
         bench.warm_up()
-        parts: dict[str, Callable[[list[list[str]], list[Bar]], None]] = {
+        name_to_part: dict[str, Callable[[list[list[str]], list[Bar]], None]] = {
             "streams": bench.streams,
             "requests": bench.requests,
             "pictures": bench.pictures,
             "many": bench.many,
+            "tracing": bench.tracing,
         }
-        for name, part in parts.items():
+        for name, part in name_to_part.items():
             if args.part in (None, name):
                 part(rows, bars)
     notes = [
@@ -139,6 +146,33 @@ class HttpBench:
         rows.append([f"{NUM_MANY} streams at once: memory grown by", f"{grown_mib:.0f}", "MiB"])
         bars.append(Bar(f"{NUM_MANY} streams at once: errors", counts.num_errors, 0, "", is_max=True))
         bars.append(Bar(f"{NUM_MANY} streams at once: memory", grown_mib, 256, "MiB", is_max=True))
+
+    def tracing(self, rows: list[list[str]], bars: list[Bar]) -> None:
+        """Measures what the spans of requests cost: answers of few tokens, without tracing, with a tenth of the
+        requests sampled, and with all of them, in turn. The collector is another process."""
+        self._router.set_pace(4)
+        num_requests, num_tokens = 320, 64
+        load = self._load([chat(num_tokens, True)] * num_requests, num_clients=NUM_STREAMS)
+        ratios = (None, 0.1, 1.0)
+        ratio_to_costs: dict[float | None, list[float]] = {ratio: [] for ratio in ratios}
+        with blank_collector() as url:
+            for _ in range(2 * self._num_rounds):
+                for ratio in ratios:
+                    endpoint = None if ratio is None else url
+                    self._router.trace_with(TracingSettings(endpoint, ratio or 0.0, max_requests_per_s=1e6))
+                    before = self._router.use()
+                    counts = self._clients.run(load)
+                    assert counts.num_errors == 0, f"{counts.num_errors} requests have failed"
+                    time.sleep(SETTLED_S)  # Spans are sent a moment after the end of their request.
+                    ratio_to_costs[ratio].append(self._router.use().cpu_s - before.cpu_s)
+        cost_s = {ratio: statistics.median(costs) for ratio, costs in ratio_to_costs.items()}
+        plain_s = cost_s[None]
+        for ratio, name in ((None, "no tracing"), (0.1, "a tenth sampled"), (1.0, "all sampled")):
+            rows.append(
+                [f"{name}: CPU per request of {num_tokens} tokens", f"{1e3 * cost_s[ratio] / num_requests:.2f}", "ms"]
+            )
+        share = plain_s / cost_s[0.1]
+        bars.append(Bar("tokens/s with a tenth of the requests sampled, over those without tracing", share, 0.98, "x"))
 
     # ------------------------------------------------------------ measuring
 

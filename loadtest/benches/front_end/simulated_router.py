@@ -45,6 +45,7 @@ from modalities.family import Family, stream_units
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
 from router.edge import create_app
+from router.observe import TracingSettings
 
 WORDS = " the small red circle is left of a blue square"
 MAX_IN_FLIGHT = 4096
@@ -173,6 +174,11 @@ class SimulatedRouter:
         samples: dict[str, int] = self._pipe.recv()
         return samples
 
+    def trace_with(self, settings: TracingSettings) -> None:
+        """Changes how many requests are sampled, and where their spans go."""
+        self._pipe.send(settings)
+        self._pipe.recv()
+
     def set_pace(self, num_turns: int, num_steps_at_once: int = 1) -> None:
         """Lets the worker give the event loop this many turns after this many steps."""
         self._pipe.send((num_turns, num_steps_at_once))
@@ -220,12 +226,14 @@ async def _run(pipe: Connection) -> None:
         await server.start()
         freeze_what_lives()
         pipe.send(server.port)
-        await _obey(pipe, worker, lambda: encoder.preprocess(model[0]))
+        await _obey(pipe, worker, lambda: encoder.preprocess(model[0]), cluster.service.spans.reconfigure)
         await server.stop()
         worker.plane.close()
 
 
-async def _obey(pipe: Connection, worker: PacedWorker, encode: Callable[[], None]) -> None:
+async def _obey(
+    pipe: Connection, worker: PacedWorker, encode: Callable[[], None], trace_with: Callable[[TracingSettings], None]
+) -> None:
     """Answers the commands of a `SimulatedRouter` until it asks for the end."""
     commands: asyncio.Queue[object] = asyncio.Queue()
     sampler = CpuSampler()
@@ -234,6 +242,9 @@ async def _obey(pipe: Connection, worker: PacedWorker, encode: Callable[[], None
     while (command := await commands.get()) is not None:
         if isinstance(command, tuple):
             worker.num_turns, worker.num_steps_at_once = command
+            pipe.send(None)
+        elif isinstance(command, TracingSettings):
+            trace_with(command)
             pipe.send(None)
         elif command == "encode":
             began_s = time.process_time()

@@ -120,7 +120,7 @@ RECORD: dict[str, Any] = {
     "usage": {"completion_tokens": 2},
     "finish_reasons": ["stop"],
     "plans": [{"attempt": 0, "plan": {"worker_id": "W"}}],
-    "events": [{"name": "finished", "time_s": 0.9}],
+    "events": [{"name": "finished", "member_id": "R", "time_s": 0.9}],
     "timeline": [
         span("read", "R", 0.0, 0.1, None),
         span("way", "W", 0.1, 0.12),
@@ -208,7 +208,7 @@ class Ended:
     span: SpanContext | None
     record: dict[str, object]
 
-    def to_json(self) -> dict[str, object]:
+    def for_spans(self) -> dict[str, object]:
         return self.record
 
 
@@ -266,6 +266,22 @@ class TestTheExport:
         export.end(Ended(SAMPLED, RECORD))
         export.close()
         assert export.counts.num_spans_sent == len(record_spans(RECORD))
+
+    def test_other_settings_take_effect_while_it_runs(self) -> None:
+        made: list[tuple[str | None, Collected]] = []
+
+        def make(settings: TracingSettings) -> Collected:
+            made.append((settings.endpoint, Collected()))
+            return made[-1][1]
+
+        export = SpanExport(TracingSettings(), {}, make_exporter=make)
+        export.reconfigure(TracingSettings("http://a", 1.0))
+        assert export.begin(None).is_sampled
+        export.reconfigure(TracingSettings("http://b", 0.0))
+        assert not export.begin(None).is_sampled
+        export.end(Ended(SAMPLED, RECORD))
+        export.close()
+        assert [(endpoint, len(collected.spans)) for endpoint, collected in made] == [("http://b", 10)]
 
     def test_without_an_endpoint_no_request_has_a_span(self) -> None:
         export = SpanExport(TracingSettings(), {})
