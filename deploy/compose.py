@@ -24,6 +24,7 @@ from deploy.compute_dtype import with_dtype
 from deploy.config import ClusterConfig, EncoderSection, LinkEndSection
 from deploy.http_limits import HttpLimits
 from deploy.logs import collect_library_logs
+from deploy.models import ModelUrl, fetch_model
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from deploy.request_config import TenantSection
 from deploy.topology import find_place
@@ -63,25 +64,38 @@ class Model:
     family: Family
 
 
-def resolve_model_dir(config: ClusterConfig) -> Path:
-    """Returns the configured model directory, or that of the demo model if the config names none. Raises ConfigError if
-    the configured one is not a model directory."""
-    if config.model.path is None:
+def resolve_model_dir(config: ClusterConfig, has_weights: bool = True) -> Path:
+    """Returns the configured model directory, or that of the demo model if the config names none. A model with a URL is
+    downloaded first if this node lacks it, which may take minutes; without `has_weights`, only its small files are.
+    Raises ConfigError, with the name of this node, if the configured one is not a model directory, and as `fetch_model`
+    does."""
+    return _find_model(config, has_weights)[1]
+
+
+def _find_model(config: ClusterConfig, has_weights: bool) -> tuple[ClusterConfig, Path]:
+    """Returns the directory, and the config with the version of a model that has a URL."""
+    named = config.model.path
+    if named is None:
         from deploy.demo.build import demo_checkpoint
 
-        return demo_checkpoint()
-    directory = config.model.path
-    if not (directory / "config.json").is_file():
+        return config, demo_checkpoint()
+    if isinstance(named, str):
+        url, directory = fetch_model(ModelUrl.parse(named), config.model.cache_dir, has_weights)
+        model = config.model.model_copy(update={"path": str(url)})
+        return config.model_copy(update={"model": model}), directory
+    if not (named / "config.json").is_file():
         raise ConfigError(
-            f"model.path is {directory}, which is not a transformers model directory: it has no config.json"
+            f"model.path is {named}, which is not a transformers model directory on {host_name()}: "
+            "it has no config.json"
         )
-    return directory
+    return config, named
 
 
-def open_model(config: ClusterConfig) -> tuple[ClusterConfig, Model]:
-    """Returns the config with the dtype that `auto` stands for, and the configured checkpoint. The process that starts
-    a cluster calls it once. Raises ConfigError as `resolve_model_dir` and `load_model` do."""
-    directory = resolve_model_dir(config)
+def open_model(config: ClusterConfig, has_weights: bool = False) -> tuple[ClusterConfig, Model]:
+    """Returns the config with the dtype that `auto` stands for and the version of a model that has a URL, so that every
+    process gets the same, and the configured checkpoint. The process that starts a cluster calls it once. Raises
+    ConfigError as `resolve_model_dir` and `load_model` do."""
+    config, directory = _find_model(config, has_weights)
     config = with_dtype(config, directory)
     return config, load_model(config, directory)
 
@@ -89,10 +103,17 @@ def open_model(config: ClusterConfig) -> tuple[ClusterConfig, Model]:
 def load_model(config: ClusterConfig, directory: Path) -> Model:
     """Loads the description of the checkpoint in `directory`; it reads config files only. Raises ConfigError for an
     unknown architecture, and for KV heads that the workers' ranks can't share evenly."""
-    name = config.model.name or ("weft-demo" if config.model.path is None else directory.name)
+    name = config.model.name or model_name(config.model.path)
     family = REGISTRY.load_family(directory)
     check_shares(family.shape, config.workers.tensor_parallel)
     return Model(directory, name, family)
+
+
+def model_name(path: Path | str | None) -> str:
+    """Returns the name by which clients know a model without a configured name."""
+    if path is None:
+        return "weft-demo"
+    return ModelUrl.parse(path).name if isinstance(path, str) else path.name
 
 
 def check_shares(shape: ModelShape, num_ranks: int) -> None:

@@ -19,6 +19,7 @@ from deploy.config_values import (
     Device,
     LocalFile,
     Modality,
+    ModelPath,
     Network,
     Ports,
     RayResources,
@@ -38,8 +39,12 @@ from router.router_config import ANONYMOUS, RouterConfig
 
 
 class ModelSection(Section):
-    path: Path | None = None
-    """Names a transformers model directory; None means the demo model."""
+    path: ModelPath | None = None
+    """Names a transformers model directory, the same on every node, or a URL: `s3://BUCKET/PREFIX`,
+    `gs://BUCKET/PREFIX`, or `hf://OWNER/NAME` with `@REVISION` or without. Each node downloads a URL once. None means
+    the demo model."""
+    cache_dir: Path | None = None
+    """Holds the models that a node has downloaded; None means weft/models in the user's folder for caches."""
     name: str | None = None
     """Clients use this name for the model; it defaults to the directory's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = default_of(RouterConfig, "feature_dtype")

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from deploy.models import ModelUrl, is_model_url
 from fabric.contracts import ConfigError
 from fabric.transport import PortRange
 from modalities.registry import REGISTRY
@@ -78,6 +79,22 @@ def _check_resource(name: str) -> str:
 
 RayResources = dict[Annotated[str, AfterValidator(_check_resource), Field(min_length=1)], Annotated[float, Field(gt=0)]]
 """Maps the names of custom resources of Ray to amounts."""
+
+
+def _parse_model_path(value: object) -> object:
+    """Keeps a URL as a text, in the form that names it, and makes a path of everything else."""
+    if not isinstance(value, str):
+        return value
+    if not is_model_url(value):
+        return Path(value)
+    try:
+        return str(ModelUrl.parse(value))
+    except ConfigError as error:
+        raise ValueError(error.message) from error
+
+
+ModelPath = Annotated[Path | str, BeforeValidator(_parse_model_path)]
+"""Is a folder, or the text of a URL of a model."""
 
 
 def _parse_switch(value: object) -> object:

@@ -75,7 +75,7 @@ class LocalCluster:
     def __init__(self, config: ClusterConfig, tell: TellPhase = tell_nobody) -> None:
         """`tell` gets the phases of the members while they start."""
         compose.prepare_process(config)
-        config, self.model = compose.open_model(config)
+        config, self.model = compose.open_model(config, has_weights=True)
         self.config = config
         self._tell = tell
         refuse_if_too_small(config, self.model)

@@ -53,7 +53,7 @@ def _add_serve(commands: Commands[WeftParser]) -> None:
         "--config", type=Path, help="reads the config from this YAML file (default: deploy/configs/laptop.yaml)"
     )
     serve.add_argument(
-        "--model", type=Path, help="serves the transformers model in this directory (default: the demo model)"
+        "--model", help="serves the transformers model in this directory, or at this URL (default: the demo model)"
     )
     serve.add_argument("--host", help="listens on this address")
     serve.add_argument("--port", type=int, help="listens on this port; 0 picks a free one")

@@ -30,4 +30,4 @@ def build(args: dict[str, Any]) -> Application:
     config, model = compose.open_model(config_of(args))
     refuse_if_too_small(config, model)
     check_unclaimed(config.ray.cluster_name)
-    return build_app(config, model.directory, has_server=False)
+    return build_app(config, has_server=False)

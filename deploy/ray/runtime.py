@@ -123,7 +123,7 @@ def run_cluster(
             _remove_left(name)
         try:
             with watched_start(directory, _wanted(config), show):
-                handle = deploy_app(build_app(config, model.directory), name)
+                handle = deploy_app(build_app(config), name)
                 node, port = handle.endpoint.remote().result(timeout_s=ready_timeout_s)
                 is_secure = config.server.tls_cert_file is not None
                 cluster = RunningCluster(

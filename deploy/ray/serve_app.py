@@ -65,7 +65,7 @@ DRAIN_LOOK_S = 0.5
 """A replica that drains looks this often whether its calls have ended."""
 
 
-def build_app(config: ClusterConfig, model_dir: Path, has_server: bool = True) -> Application:
+def build_app(config: ClusterConfig, has_server: bool = True) -> Application:
     """Returns the application graph: router -> workers, encoders. Without a server, no process owns the directory of
     the cluster, so the replicas create it."""
     workers = _deployment(WorkerReplica, "worker", config, config.workers)
@@ -73,10 +73,9 @@ def build_app(config: ClusterConfig, model_dir: Path, has_server: bool = True) -
         workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
     encoders = _deployment(EncoderReplica, "encoder", config, config.encoders)
     router = _deployment(RouterReplica, "router", config, config.router)
-    directory = str(model_dir)
-    bound_encoders = encoders.bind(config, directory, has_server) if config.encoders.replicas else None
-    bound_workers = workers.bind(config, directory, has_server)
-    return router.bind(config, directory, has_server, bound_workers, bound_encoders)
+    bound_encoders = encoders.bind(config, has_server) if config.encoders.replicas else None
+    bound_workers = workers.bind(config, has_server)
+    return router.bind(config, has_server, bound_workers, bound_encoders)
 
 
 def _deployment(
@@ -115,7 +114,7 @@ class EncoderReplica:
     """Runs one encoder process on one device."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, model_dir: str, has_server: bool
+        self, config: ClusterConfig, has_server: bool
     ) -> None:
         from fabric.transport import NixlFeatureSource, ZmqPlane
 
@@ -126,7 +125,7 @@ class EncoderReplica:
         self._live = LiveConfig(config)
         node = this_node(config)
         compose.prepare_process(config)
-        model = compose.load_model(config, Path(model_dir))
+        model = compose.load_model(config, await asyncio.to_thread(compose.resolve_model_dir, config))
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
@@ -187,7 +186,7 @@ class WorkerReplica:
     others itself."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, model_dir: str, has_server: bool
+        self, config: ClusterConfig, has_server: bool
     ) -> None:
         from fabric.transport import NixlFeatureSink, ZmqPlane
 
@@ -198,7 +197,7 @@ class WorkerReplica:
         self._live = LiveConfig(config)
         node = this_node(config)
         compose.prepare_process(config)
-        model = compose.load_model(config, Path(model_dir))
+        model = compose.load_model(config, await asyncio.to_thread(compose.resolve_model_dir, config))
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
@@ -261,7 +260,6 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: ClusterConfig,
-        model_dir: str,
         has_server: bool,
         workers: DeploymentHandle,
         encoders: DeploymentHandle | None,
@@ -278,7 +276,8 @@ class RouterReplica:
         allow_many_files()
         keep_freed_memory()
         self._node = this_node(config)
-        self._model = model = compose.load_model(config, Path(model_dir))
+        directory = await asyncio.to_thread(compose.resolve_model_dir, config, has_weights=False)
+        self._model = model = compose.load_model(config, directory)
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, self._node.address, compose.port_range(config))
         pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
@@ -405,9 +404,9 @@ class RankActor:
     """Runs one rank process. The actor ends with the replica that created it, because Ray ends an actor together with
     its owner."""
 
-    def run(self, config: ClusterConfig, model_dir: Path, invitation: Invitation) -> None:
+    def run(self, config: ClusterConfig, invitation: Invitation) -> None:
         this_node(config)  # gloo and NCCL use the interface of this node's address.
-        run_rank(config, model_dir, invitation)
+        run_rank(config, compose.resolve_model_dir(config), invitation)
 
 
 class RayRank:
@@ -424,8 +423,9 @@ class RayRank:
         ray.kill(self._actor)
 
 
-def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
-    """Starts a rank process in the bundle of its rank. It must run in the replica's process."""
+def launch_actor(config: ClusterConfig, _: Path, invitation: Invitation) -> RankProcess:
+    """Starts a rank process in the bundle of its rank, on whose node it finds the model itself. It must run in the
+    replica's process."""
     strategy = PlacementGroupSchedulingStrategy(
         placement_group=ray.util.get_current_placement_group(), placement_group_bundle_index=invitation.rank
     )
@@ -436,4 +436,4 @@ def launch_actor(config: ClusterConfig, model_dir: Path, invitation: Invitation)
         num_gpus=section.gpus_per_replica,
         resources=dict(section.ray_resources),
     ).remote()
-    return RayRank(actor, actor.run.remote(config, model_dir, invitation))
+    return RayRank(actor, actor.run.remote(config, invitation))

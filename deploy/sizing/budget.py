@@ -19,7 +19,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.sizing.largest_media import largest_items
 from deploy.sizing.stored_weights import StoredWeights, read_stored_weights
-from fabric.contracts import DTYPE_TO_BYTES, ConfigError
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError, Unavailable
 from llm_workers.scheduling import (
     NUM_HIDDEN_WIDTHS,
     LargestItem,
@@ -106,7 +106,7 @@ def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
     weights."""
     try:
         config, model = compose.open_model(config)
-    except ConfigError as error:
+    except (ConfigError, Unavailable) as error:
         return None, error.message
     return plan_budget(config, model, read_stored_weights(model.directory)), ""
 
