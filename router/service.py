@@ -142,7 +142,7 @@ class RouterService:
         self._membership = MembershipSeries(config.kind_to_expected)
         for series in (self.reports, self._membership, PlannerSeries(self._context.cluster), self.spans):
             metrics.registry.register(series)
-        metrics.tell_build(config.model_name)
+        metrics.begin(config.model_name, self.modalities)
         self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
         metrics.watch_waiting(lambda: self._gate.num_waiting)
         metrics.watch_prompts(lambda: self.admission.prompt_tokens)

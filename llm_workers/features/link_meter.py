@@ -36,6 +36,8 @@ class LinkMeter:
         own = next((member for member in agents.values() if member.member_id == self._member_id), None)
         others = {} if own is None else {name: each for name, each in agents.items() if each is not own}
         self._source_to_link = {name: self._class_of(each, own) for name, each in others.items() if own is not None}
+        for link in self._source_to_link.values():  # Their series begin with 0, so that the first pulls have a rate.
+            self._stats_of(link)
 
     def landed(self, source: str, num_bytes: int, seconds: float) -> None:
         """Counts a pull from a transfer agent that brought a unit."""
@@ -53,5 +55,7 @@ class LinkMeter:
         return tuple(copy(stats) for _, stats in sorted(self._link_to_stats.items()))
 
     def _stats(self, source: str) -> LinkStats:
-        link = self._source_to_link.get(source, UNKNOWN)
+        return self._stats_of(self._source_to_link.get(source, UNKNOWN))
+
+    def _stats_of(self, link: str) -> LinkStats:
         return self._link_to_stats.setdefault(link, LinkStats(link))

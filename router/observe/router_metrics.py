@@ -16,8 +16,8 @@ from typing import NamedTuple, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
 
-from fabric.contracts import MemberId
-from router.observe.explained_request import StageTime
+from fabric.contracts import CODE_TO_ERROR, MemberId, WeftError
+from router.observe.explained_request import TEXT, StageTime
 from router.observe.scaling_series import ScalingSeries
 from router.observe.usage_series import BoundedNames, UsageSeries
 
@@ -272,8 +272,18 @@ class RouterMetrics:
         self.stage.labels("worker").observe(timing.worker_s)
         self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
 
-    def tell_build(self, model: str) -> None:
-        """Says which model is served. It is called once."""
+    def begin(self, model: str, modalities: Iterable[str]) -> None:
+        """Says which model is served, and shows the series of these modalities and of all codes from now on, with 0. A
+        counter that appears with its first event has no rate there, so that nobody would see the first failures. It is
+        called once."""
+        for code in ("ok", WeftError.code, *CODE_TO_ERROR):
+            self.requests.labels(code)
+        for modality in modalities:
+            for each in (self.requests_with, self.media, self.planned_tokens, self.probe):
+                each.labels(modality)
+        for modality in (*modalities, TEXT):
+            for histogram in (self.ttft, self.tpot, self.e2e, self.ttft_ratio_by_class, self.overlap_by_class):
+                histogram.labels(modality)
         self._build.labels(metadata.version("weft"), platform.python_version(), model).set(1)
 
     def observe_admission(self, tenant: str, service_class: str, outcome: str) -> None:

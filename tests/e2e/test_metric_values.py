@@ -58,7 +58,7 @@ def equals(value: Callable[[MetricLoad], float], **labels: str) -> Callable[[str
 
 def by(label: str, value: Callable[[MetricLoad], dict[str, float]]) -> Callable[[str], Check]:
     """The sums by a label are exactly what the load did."""
-    return lambda name: lambda seen: seen.now.by(label, name) == pytest.approx(value(seen.load))
+    return lambda name: lambda seen: seen.now.active(label, name) == pytest.approx(value(seen.load))
 
 
 def same(other: str) -> Callable[[str], Check]:
@@ -85,7 +85,7 @@ def histogram(count: Callable[[MetricLoad], float], **labels: str) -> Callable[[
 
 def classes(name: str) -> Check:
     """The histogram has an observation for each answer of each modality class."""
-    return lambda seen: seen.now.by("modality", f"{name}_count") == dict(seen.load.classes)
+    return lambda seen: seen.now.active("modality", f"{name}_count") == dict(seen.load.classes)
 
 
 def within_the_load(name: str) -> Check:
@@ -143,7 +143,7 @@ CHECKS: dict[str, Callable[[str], Check]] = {
         )
     ),
     "weft_router_probe_seconds": lambda name: (
-        lambda seen: seen.now.by("modality", f"{name}_count") == dict(seen.load.items)
+        lambda seen: seen.now.active("modality", f"{name}_count") == dict(seen.load.items)
     ),
     "weft_router_tenant_tokens_total": equals(lambda load: load.num_prompt - load.num_cached + load.num_generated),
     "weft_router_tenant_encoder_seconds_total": same("weft_encoder_forward_seconds_total"),

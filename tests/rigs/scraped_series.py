@@ -37,6 +37,10 @@ class Scraped:
                 found[own[label]] = found.get(own[label], 0.0) + value
         return found
 
+    def active(self, label: str, name: str) -> dict[str, float]:
+        """Returns the same without the sums that are 0: what was counted, and not what could be."""
+        return {value: number for value, number in self.by(label, name).items() if number}
+
     def is_every(self, name: str, test: Callable[[float], bool]) -> bool:
         """Returns whether there are series of this name, and all of them pass."""
         values = self.values(name)

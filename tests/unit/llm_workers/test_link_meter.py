@@ -37,7 +37,7 @@ def test_an_encoder_that_has_left_or_is_not_known_yet_has_an_unknown_link() -> N
     meter.update(MEMBERS)
     meter.update(MEMBERS[1:])
     meter.failed("agent-near")
-    assert meter.stats() == (LinkStats("unknown", 1, 1, 0.0, 2),)
+    assert meter.stats() == (LinkStats("same_host"), LinkStats("tcp"), LinkStats("unknown", 1, 1, 0.0, 2))
 
 
 def test_ten_thousand_encoders_make_no_more_sums_than_classes() -> None:
@@ -47,6 +47,14 @@ def test_ten_thousand_encoders_make_no_more_sums_than_classes() -> None:
         meter.update([member(f"e{number}", f"h{number % 2}"), MEMBERS[-1]])
         meter.landed(f"agent-e{number}", 1, 0.0)
     assert [(each.link, each.num_pulls) for each in meter.stats()] == [("same_host", 5000), ("tcp", 5000)]
+
+
+def test_links_to_known_encoders_begin_with_zero() -> None:
+    meter = LinkMeter(MemberId("w"))
+    meter.classify(is_near)
+    assert meter.stats() == ()
+    meter.update(MEMBERS)
+    assert meter.stats() == (LinkStats("same_host"), LinkStats("tcp"))
 
 
 def test_what_was_handed_out_does_not_change() -> None:

@@ -178,7 +178,7 @@ async def test_a_router_tells_its_own_process_and_its_build() -> None:
     [alone] = routers(1)
     alone.reports.own_process = MemberId("router-0"), lambda: ProcessStats(1.5, 4096, 7)
     alone.reports.put(REPORT)
-    alone.metrics.tell_build("demo")
+    alone.metrics.begin("demo", ["image"])
     text = alone.metrics.exposition(None, has_members=True).decode().splitlines()
     assert 'weft_process_cpu_seconds_total{kind="router",member="router-0"} 1.5' in text
     assert 'weft_process_resident_memory_bytes{kind="router",member="router-0"} 4096.0' in text

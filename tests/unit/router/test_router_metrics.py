@@ -159,7 +159,7 @@ async def test_a_request_without_a_token_has_no_first_one() -> None:
         with pytest.raises(EngineFailed):
             await read(await cluster.service.open(chat([image()])))
         assert value(cluster, "weft_router_requests_total", code="engine_failed") == 1
-        assert value(cluster, "weft_router_time_to_first_token_seconds_count", modality="image") is None
+        assert value(cluster, "weft_router_time_to_first_token_seconds_count", modality="image") == 0
         taken_s = value(cluster, "weft_router_request_duration_seconds_sum", modality="image")
         assert taken_s == pytest.approx(family.taken_s)
 
