@@ -147,7 +147,9 @@ class Builder:
             for each in ("proc", "dev", "sys"):
                 (merged / each).mkdir(exist_ok=True)
                 subprocess.run(["mount", "--rbind", f"/{each}", merged / each], check=True)
-        if lowers == [Path("/")]:  # This machine's own users are not in the base image.
+        if lowers == [Path("/")]:
+            (merged / "root").chmod(0o755)  # This machine's Python may lie there.
+            # This machine's own users are not in the base image.
             for table in ("passwd", "group", "shadow", "gshadow"):
                 path = merged / "etc" / table
                 lines = path.read_text().splitlines(keepends=True)

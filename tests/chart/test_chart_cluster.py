@@ -207,10 +207,21 @@ def test_times_to_stop_are_in_order(values: Path) -> None:
         if name.endswith("-chat"):
             continue
         (container,) = spec["containers"]
-        (command, seconds) = container["lifecycle"]["preStop"]["exec"]["command"]
-        assert command == "sleep"
+        grace_s, (command, *rest) = (
+            spec["terminationGracePeriodSeconds"],
+            container["lifecycle"]["preStop"]["exec"]["command"],
+        )
         longest = 2 * drain_s + STOP_S  # an encoder's: `_deployment` in deploy/ray/serve_app.py
-        assert drain_s <= float(seconds) < longest < spec["terminationGracePeriodSeconds"], name
+        if name == "head":
+            assert (command, float(rest[0])) == ("sleep", drain_s)
+        else:
+            _, script, _, sleep_s, deadline_s = rest
+            assert "ray drain-node" in script
+            assert (float(sleep_s), int(deadline_s)) == (drain_s, grace_s)
+            deadline_s = grace_s - 10
+            assert "$(($2 - 10))" in script, "the node's deadline, by which Serve has stopped every replica"
+            assert longest < deadline_s, "so Serve never stops a replica in a hurry"
+        assert drain_s < longest < grace_s, name
 
 
 @every_values

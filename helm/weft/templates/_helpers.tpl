@@ -259,8 +259,19 @@ spec:
       lifecycle:
         preStop:
           exec:
-            # Requests that run here, or need this pod, have the drain to end; the pod is no endpoint any more meanwhile.
+            {{- if eq .kind "head" }}
+            # The whole cluster ends. Requests have the drain to end, for which other pods need the head.
             command: [sleep, {{ include "weft.drainSeconds" $root | quote }}]
+            {{- else }}
+            command:
+              - sh
+              - -c
+              - |
+                {{- $root.Files.Get "files/leave_node.sh" | nindent 16 }}
+              - leave-node
+              - {{ include "weft.drainSeconds" $root | quote }}
+              - {{ include "weft.graceSeconds" $root | quote }}
+            {{- end }}
       {{- $resources := deepCopy $group.resources }}
       {{- with .limits }}
       {{- $_ := set $resources "limits" (merge (deepCopy .) (default dict $resources.limits)) }}
