@@ -8,12 +8,14 @@ members tell, or of where the line is shown.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
 LOADING, LOADED, MEASURING = "loading weights", "loaded", "measuring costs"
 STARTING = "starting"
 """This is the phase of a member that has told nothing: Ray starts its process, which imports libraries."""
+SILENT = "not answering"
+"""This is the phase of a member that was there and whose heartbeats stay away: its machine is busy, or it ended."""
 KINDS = ("worker", "encoder", "router")
 
 TellPhase = Callable[[str, str, str], None]
@@ -42,6 +44,11 @@ class StartBoard:
 
     def told(self) -> tuple[ToldPhase, ...]:
         return tuple(self._name_to_phase.values())
+
+
+def with_silent(told: Iterable[ToldPhase], was_ready: Container[str]) -> list[ToldPhase]:
+    """Returns the phases, with that of members which were ready once replaced: they no longer start."""
+    return [each._replace(phase=SILENT) if each.name in was_ready else each for each in told]
 
 
 def start_text(wanted: Mapping[str, int], ready: Iterable[ToldPhase], told: Iterable[ToldPhase]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from deploy.start_phases import ToldPhase, start_text
+from deploy.start_phases import ToldPhase, start_text, with_silent
 
 POLL_S = 0.5
 ANSWER_S = 5.0
@@ -28,6 +28,8 @@ def watched_start(directory: Any, wanted: Mapping[str, int], show: ShowText) -> 
     to their numbers."""
     has_ended = threading.Event()
 
+    was_ready: set[str] = set()
+
     def watch() -> None:
         while not has_ended.wait(POLL_S):
             try:
@@ -35,8 +37,9 @@ def watched_start(directory: Any, wanted: Mapping[str, int], show: ShowText) -> 
             except (RayError, TimeoutError):  # The directory is busy, or it ends with the cluster.
                 continue
             ready = [ToldPhase(member.kind, str(member.member_id), "") for member in members]
+            was_ready.update(each.name for each in ready)
             if not has_ended.is_set():
-                show(start_text(wanted, ready, told))
+                show(start_text(wanted, ready, with_silent(told, was_ready)))
 
     thread = threading.Thread(target=watch, name="weft-start-watch", daemon=True)
     thread.start()

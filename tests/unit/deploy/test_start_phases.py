@@ -7,7 +7,7 @@ import io
 import pytest
 
 from deploy.commands.start_progress import StartProgress
-from deploy.start_phases import LOADING, MEASURING, StartBoard, ToldPhase, start_text
+from deploy.start_phases import LOADING, MEASURING, StartBoard, ToldPhase, start_text, with_silent
 
 WANTED = {"worker": 2, "encoder": 1, "router": 1}
 
@@ -41,6 +41,15 @@ def test_a_member_that_failed_and_was_replaced_counts_once() -> None:
     text = start_text({"worker": 2}, [], board.told())
     assert text == "waiting for 2 of 2 workers (1 loading weights, 1 measuring costs)"
     assert start_text({"worker": 1, "encoder": 0}, [], board.told()) == "waiting for the worker (measuring costs)"
+
+
+def test_a_member_that_was_ready_and_is_silent_does_not_start_again() -> None:
+    board = StartBoard()
+    board.tell("worker", "worker-0", MEASURING)
+    board.tell("encoder", "encoder-0", LOADING)
+    told = with_silent(board.told(), {"worker-0"})
+    text = start_text({"worker": 1, "encoder": 1}, [], told)
+    assert text == "waiting for the worker (not answering), the encoder (loading weights)"
 
 
 class LiveTerminal(io.StringIO):
