@@ -88,6 +88,9 @@ def _add_node(commands: Commands[WeftParser]) -> None:
     start.add_argument("--config", type=Path, help="reads the network of the nodes from this YAML file")
     start.add_argument("--node-address", metavar="ADDRESS", help="is this node's own address")
     start.add_argument("--first-port", type=int, default=6379, help="is the first of ten ports (default: 6379)")
+    start.add_argument("--num-gpus", type=int, help="is the number of GPUs (default: those that Ray finds)")
+    start.add_argument("--resources", metavar="JSON", help="are custom resources, such as '{\"weft_worker\": 8}'")
+    start.add_argument("--labels", metavar="NAME=VALUE,...", help="are labels of the node")
     start.add_argument("--token-file", type=Path, help="has Ray's token (default: ~/.ray/auth_token)")
     start.add_argument("--print", action="store_true", help="prints the command and its variables, and starts nothing")
     start.add_argument(

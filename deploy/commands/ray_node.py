@@ -101,6 +101,8 @@ def node_command(
         words.append(f"--address={arguments.address}")
     words += [f"--node-ip-address={address}", *(f"--{name}={port}" for name, port in ports.items())]
     words += [f"--min-worker-port={PROCESS_PORTS.first}", f"--max-worker-port={PROCESS_PORTS.last}"]
+    passed = {"num-gpus": arguments.num_gpus, "resources": arguments.resources, "labels": arguments.labels}
+    words += [f"--{name}={value}" for name, value in passed.items() if value is not None]
     return RayCommand((*words, *arguments.ray_options), variables)
 
 

@@ -30,12 +30,14 @@ def test_a_head_has_the_first_port_and_every_other_port_follows() -> None:
 
 
 def test_a_node_joins_with_the_options_that_follow_the_dashes() -> None:
-    arguments = parsed("--address", "10.0.0.1:6379", "--", "--num-gpus", "8", "--resources", '{"weft_worker": 8}')
+    given = ("--num-gpus", "8", "--resources", '{"weft_worker": 8}', "--labels", "rack=r1")
+    arguments = parsed("--address", "10.0.0.1:6379", *given, "--", "--num-cpus", "4")
     command = node_command(arguments, NetworkSection(), TOKEN, {})
-    assert command.words[-4:] == ("--num-gpus", "8", "--resources", '{"weft_worker": 8}')
+    assert command.words[-5:-2] == ("--num-gpus=8", '--resources={"weft_worker": 8}', "--labels=rack=r1")
+    assert command.words[-2:] == ("--num-cpus", "4")
     assert "--address=10.0.0.1:6379" in command.words
     assert not {"--head", "--port=6379"} & set(command.words)
-    assert "'{\"weft_worker\": 8}'" in str(command), "what --print shows can be pasted into a shell"
+    assert "'--resources={\"weft_worker\": 8}'" in str(command), "what --print shows can be pasted into a shell"
 
 
 def test_the_environment_of_a_node_wins_over_the_switches() -> None:
