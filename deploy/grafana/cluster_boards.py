@@ -10,12 +10,21 @@ from deploy.grafana.queries import RATE, mean, per_second, quantiles
 from fabric.contracts import CODE_TO_ERROR
 from router.api import status_of
 
+_PARTS = ',stage!~"first_token|ready"'
+"""Leaves out the stages that contain others."""
 OWN_FAULTS = "|".join(
     sorted(
         {code for code, kind in CODE_TO_ERROR.items() if status_of(kind("")) >= 500} - {"draining"} | {"internal_error"}
     )
 )
 """Matches the codes of requests that the cluster failed to serve."""
+
+
+def _stages(names: str, number: str) -> Query:
+    """Returns the measured seconds of stages, divided by the rate of a counter."""
+    seconds = f'sum by (stage) (rate(weft_router_stage_actual_seconds_total{{@,stage=~"{names}"}}{RATE}))'
+    return Query(f"{seconds} / on () group_left () sum(rate({number}{RATE}))", "{{stage}}")
+
 
 HEALTH = BoardRow(
     "Is the cluster well?",
@@ -97,19 +106,22 @@ LOST_TIME = BoardRow(
             [mean("weft_router_stage_seconds", "stage", "{{stage}}")],
         ),
         Panel(
-            "Stages of members, per request",
-            "Measured time of each stage, divided by the requests of the class. `queue`: workers are short. `ready` or "
-            "`decode_wait`: encoders are short. `held`: prefill waits for features.",
+            "At the worker until the first token",
+            "Mean time of a request in each stage of its worker; the stages add up. `queue`: workers are short. "
+            "`held`: "
+            "prefill waits for features, so look at encoders and links.",
             "s",
-            [
-                Query(
-                    f"sum by (stage, modality) (rate(weft_router_stage_actual_seconds_total{{@}}{RATE}))"
-                    f" / on (modality) group_left sum by (modality)"
-                    f" (rate(weft_router_time_to_first_token_seconds_count{{@}}{RATE}))",
-                    "{{modality}} {{stage}}",
-                )
-            ],
-            width=16,
+            [_stages("queue|prefill|held", "weft_router_time_to_first_token_seconds_count{@}")],
+            kind="bars",
+        ),
+        Panel(
+            "At the encoders, per item",
+            "Mean time of an item in each stage of its encoder. `decode_wait`: decode processes are short. `encode` "
+            "far "
+            "above the others: add encoders, or lower what media cost.",
+            "s",
+            [_stages("decode_wait|decode|device_prepare|encode", "weft_router_media_items_total{@}")],
+            kind="bars",
         ),
         Panel(
             "First token by modality, p90",
@@ -151,14 +163,22 @@ REQUESTS = BoardRow(
             "By route and status",
             "HTTP exchanges per second. 429 is a limit at work, 5xx a failure, 499 a client that left.",
             "reqps",
-            [per_second("weft_router_http_requests_total", "endpoint, status", "{{endpoint}} {{status}}")],
+            [
+                per_second(
+                    "weft_router_http_requests_total",
+                    "endpoint, status",
+                    "{{endpoint}} {{status}}",
+                    ',endpoint=~"/v1/.+|/tokenize|/detokenize|other"',
+                )
+            ],
             kind="bars",
         ),
         Panel(
             "Ends by code",
-            "Requests per second that ended with anything but `ok`. docs/troubleshooting.md explains each code.",
+            "Requests per second that ended with anything but `ok`; no data means none. docs/troubleshooting.md "
+            "explains each code.",
             "reqps",
-            [per_second("weft_router_requests_total", "code", "{{code}}", ',code!="ok"')],
+            [Query(f'sum by (code) (rate(weft_router_requests_total{{@,code!="ok"}}{RATE})) > 0', "{{code}}")],
             kind="bars",
         ),
         Panel(
@@ -310,14 +330,14 @@ ROUTER = Board(
                     "Terms of the score: predicted seconds per second",
                     "What plans expect of each stage. The largest term decides where requests go.",
                     "s",
-                    [per_second("weft_router_stage_predicted_seconds_total", "stage", "{{stage}}")],
+                    [per_second("weft_router_stage_predicted_seconds_total", "stage", "{{stage}}", _PARTS)],
                     kind="bars",
                 ),
                 Panel(
                     "Measured seconds per second",
                     "The same stages as they were. It should look like the panel beside it.",
                     "s",
-                    [per_second("weft_router_stage_actual_seconds_total", "stage", "{{stage}}")],
+                    [per_second("weft_router_stage_actual_seconds_total", "stage", "{{stage}}", _PARTS)],
                     kind="bars",
                 ),
                 Panel(

@@ -35,10 +35,11 @@ ENCODERS = Board(
             [
                 Panel(
                     "Utilisation",
-                    "Share of the last second in which a forward pass ran, by encoder. All near 1 with queues: add "
-                    "encoders. One at 0 while others are full: it is excluded or lost.",
+                    "Share of the time in which a forward pass ran, by encoder. All near 1 with queues: add encoders. "
+                    "One "
+                    "at 0 while others are full: it is excluded or lost.",
                     "percentunit",
-                    [of_each("weft_encoder_busy_ratio", "encoder")],
+                    [per_second("weft_encoder_forward_seconds_total", "encoder", "{{encoder}}")],
                     [(0.8, "yellow"), (0.95, "red")],
                     most=1,
                 ),
@@ -177,19 +178,27 @@ ENCODERS = Board(
                     most=1,
                 ),
                 Panel(
-                    "Cache hits and evictions",
-                    "Items whose features were still there, as a share of those that were asked for, and evictions per "
-                    "second. Many evictions with few hits: the arena is too small for the media in use.",
-                    "short",
+                    "Cache hit rate",
+                    "Items whose features were still there, as a share of those that an encoder was asked for. It is "
+                    "low "
+                    "if media do not come back, or if the arena is too small for those that do.",
+                    "percentunit",
                     [
                         ratio(
                             "weft_encoder_cache_hits_total",
                             "weft_encoder_items_received_total",
                             "encoder",
-                            "hit rate {{encoder}}",
-                        ),
-                        Query(f"sum(rate(weft_encoder_evictions_total{{@}}{RATE}))", "evictions per second"),
+                            "{{encoder}}",
+                        )
                     ],
+                    most=1,
+                ),
+                Panel(
+                    "Evictions per second",
+                    "Cached features that made room for others. Many of them with a low hit rate: raise "
+                    "`encoders.arena_bytes`.",
+                    "ops",
+                    [per_second("weft_encoder_evictions_total", "encoder", "{{encoder}}")],
                 ),
             ],
         ),

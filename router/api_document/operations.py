@@ -293,7 +293,7 @@ def _cluster() -> list[Operation]:
     found = "Returns the record of a recent request: where its time went, and why it was routed as it was."
     by_id = _path_parameter("request_id", "The id of the request, or that of its completion.")
     exposition = "Returns the series of all routers in Prometheus' text format."
-    targets = "Lists the members that Prometheus should scrape, for its HTTP service discovery."
+    targets = "Lists the machines, or the members, that Prometheus scrapes, for its HTTP service discovery."
     records = _operator("/weft/requests", "listRequests", tag, "List the latest requests", listed, "RequestList")
     record = _operator("/weft/requests/{request_id}", "getRequest", tag, "Explain a request", found, "RequestRecord")
     spans = "Returns what all parts did for the latest requests, or for one, as spans in the form that Perfetto opens."

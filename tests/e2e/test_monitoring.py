@@ -24,7 +24,7 @@ from prometheus_process import PrometheusProcess, prometheus_of, scraped
 from prometheus_tools import prometheus_tool
 
 pytestmark = [pytest.mark.torch, pytest.mark.ray, pytest.mark.nixl]
-RATE_S = 10
+RATE_S = 20
 """Grafana would choose four scrape intervals; the load is short, so that a longer one sees more of it."""
 
 EMPTY = {
@@ -36,7 +36,7 @@ EMPTY = {
     "weft-router: Reading and fetching media, p90: B": "the load has no URLs",
     "weft-router: Token frames that were not used: A": "no client leaves",
 }
-"""Maps the queries that show nothing under this load, as patterns, to the reason."""
+"""Maps the queries that may show nothing under this load, as patterns, to the reason."""
 UNSEEN = {"weft_router_degraded_total": "no encoding fails"}
 """Maps the metrics in rules that have no series under this load to the reason."""
 
@@ -79,11 +79,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         start_cluster(network={"metrics_port": port}, workers={"num_blocks": 512}) as cluster,
         prometheus_of(cluster.url, tmp_path_factory.mktemp("prometheus"), free_port()) as prometheus,
     ):
-        # The first scrapes have no samples of some counters; a rate needs one before the load.
-        time.sleep(2.5)
+        # A rate needs a sample before the load.
+        eventually(lambda: prometheus.num_scrapes() >= 2)
         from_s = time.time()
         load = asyncio.run(load_of(cluster))
-        time.sleep(4.5)
+        num_before = prometheus.num_scrapes()
+        eventually(lambda: prometheus.num_scrapes() >= num_before + 4)
         yield Watched(cluster, prometheus, load, port, from_s - 2, time.time())
 
 
@@ -140,8 +141,13 @@ def test_a_panel_shows_something(name: str, watched: Watched) -> None:
     found = watched.prometheus.range(query.expr, watched.from_s, watched.until_s, 1)
     numbers = [float(value) for series in found for _, value in series["values"]]
     is_empty = not [each for each in numbers if not math.isnan(each)]
-    assert is_empty == is_listed(query), "empty" if is_empty else "take it out of EMPTY"
+    assert not is_empty or is_listed(query)
+    assert is_empty or query.board != "weft-speech"
     assert not [each for each in numbers if each < 0], "no panel has negative values"
+
+
+def test_what_may_be_empty_exists() -> None:
+    assert [pattern for pattern in EMPTY if not any(re.fullmatch(pattern, name) for name in QUERIES)] == []
 
 
 def test_a_legend_tells_series_apart(watched: Watched) -> None:

@@ -33,6 +33,10 @@ class PrometheusProcess:
         """Returns the series of an expression now; each has `metric` (its labels) and `value`."""
         return list(self.ask("query", query=expr)["result"])
 
+    def num_scrapes(self) -> float:
+        """Counts the scrapes of the last minutes that were answered, over all targets."""
+        return sum(float(each["value"][1]) for each in self.query("sum_over_time(up[5m])"))
+
     def by(self, label: str, metric: str) -> dict[str, float]:
         """Returns the sums of a metric by the values of a label, without those that are 0."""
         found = self.query(f"sum by ({label}) ({metric}) > 0")
@@ -48,7 +52,7 @@ def config(router_url: str) -> dict[str, Any]:
     """Returns Prometheus' config as docs/monitoring.md has it, with short intervals."""
     targets = {"url": f"{router_url}/weft/prometheus-targets", "refresh_interval": "1s"}
     return {
-        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+        "global": {"scrape_interval": "2s", "scrape_timeout": "2s", "evaluation_interval": "2s"},
         "rule_files": [str(path) for path in sorted(RULES.glob("*.yaml"))],
         "scrape_configs": [{"job_name": "weft", "http_sd_configs": [targets]}],
     }
