@@ -483,8 +483,8 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
         metrics_port=config.network.metrics_port,
         kind_to_expected={
             "router": config.router.replicas,
-            "encoder": config.encoders.replicas,
-            "worker": config.workers.replicas,
+            "encoder": config.encoders.first_replicas,
+            "worker": config.workers.first_replicas,
         },
         shows_members=config.ray.address is None,
         block_size=config.workers.block_size,

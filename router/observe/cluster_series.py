@@ -133,7 +133,11 @@ class MembershipSeries(Collector):
     def collect(self) -> Iterator[Metric]:
         for name, text, numbers in (
             ("members", "Members that the directory lists, by kind.", self.kind_to_number),
-            ("members_expected", "Members that the config asks for, by kind.", self._expected),
+            (
+                "members_expected",
+                "Members that the config asks for, by kind; with autoscaling, the fewest.",
+                self._expected,
+            ),
         ):
             gauge = GaugeMetricFamily(f"weft_router_{name}", text, labels=["kind"])
             for kind in KINDS:
