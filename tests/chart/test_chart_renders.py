@@ -184,3 +184,22 @@ def test_the_program_of_helm_test_is_python(tmp_path: Path) -> None:
 def test_extra_objects_are_templates() -> None:
     (values,) = (path for path in CI_VALUES if path.name == "mig-values.yaml")
     assert one(render(values), "ConfigMap", "weft-extra")["data"] == {"greeting": "hello"}
+
+
+def test_the_notes_say_what_an_upgrade_costs() -> None:
+    def notes(*values: str) -> str:
+        options = [option for each in values for option in ("--set", each)]
+        files = ["-f", str(CI_VALUES[0])]
+        assert CI_VALUES[0].name == "infiniband-values.yaml"
+        done = run_helm("4", "install", "weft", str(CHART), "--dry-run=client", *files, *options)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.partition("NOTES:")[2]
+
+    said = notes()
+    assert "1 encoder pods, 4 worker pods and 3 router pods, with up to 48 GPUs" in said
+    assert "it needs 48 further GPUs meanwhile" in said
+    assert "WARNING" not in said
+    assert "delete raycluster -l ray.io/originated-from-cr-name=weft-ib" in notes("upgrade.type=None")
+    assert "WARNING: config.encoders.autoscaling" in notes("rayAutoscaler.enabled=false")
+    assert "No API keys are configured" in said
+    assert "No API keys are configured" not in notes("apiKeys.existingSecret=keys")
