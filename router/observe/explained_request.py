@@ -21,6 +21,10 @@ from router.planning import RoutePlan
 MODALITIES = ("video", "audio", "image")
 """Lists the modalities by the time that they take, the longest first. Others come after these."""
 TEXT = "text"
+WORKER_STAGES = ("queue", "prefill", "held", "first_token")
+"""Names the stages that `worker_stages` compares."""
+ITEM_STAGES = ("decode_wait", "decode", "ready", "encode")
+"""Names the stages that `item_stages` compares of every item that was encoded."""
 
 
 def modality_class(modalities: Iterable[str]) -> str:

@@ -17,12 +17,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric
 
 from fabric.contracts import CODE_TO_ERROR, MemberId, WeftError
-from router.observe.explained_request import TEXT, StageTime
+from router.observe.explained_request import ITEM_STAGES, TEXT, WORKER_STAGES, StageTime
 from router.observe.scaling_series import ScalingSeries
 from router.observe.usage_series import BoundedNames, UsageSeries
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 MEMBER_PREFIXES = ("weft_worker_", "weft_encoder_")
+REQUEST_STAGES = ("prompt", "worker", "router")
 PROCESS_PREFIX = "weft_process_"
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
 
@@ -268,9 +269,9 @@ class RouterMetrics:
             self.ttft.labels(modality).observe(timing.first_token_s)
         if timing.each_token_s is not None:
             self.tpot.labels(modality).observe(timing.each_token_s)
-        self.stage.labels("prompt").observe(timing.prompt_s)
-        self.stage.labels("worker").observe(timing.worker_s)
-        self.stage.labels("router").observe(max(0.0, timing.total_s - timing.worker_s))
+        router_s = max(0.0, timing.total_s - timing.worker_s)
+        for stage, seconds in zip(REQUEST_STAGES, (timing.prompt_s, timing.worker_s, router_s), strict=True):
+            self.stage.labels(stage).observe(seconds)
 
     def begin(self, model: str, modalities: Iterable[str]) -> None:
         """Says which model is served, and shows the series of these modalities and of all codes from now on, with 0. A
@@ -281,7 +282,12 @@ class RouterMetrics:
         for modality in modalities:
             for each in (self.requests_with, self.media, self.planned_tokens, self.probe):
                 each.labels(modality)
+        for stage in REQUEST_STAGES:
+            self.stage.labels(stage)
         for modality in (*modalities, TEXT):
+            for stage in (*WORKER_STAGES, *(ITEM_STAGES if modality != TEXT else ())):
+                for sums in (self.stage_predicted, self.stage_actual, self.stage_error):
+                    sums.labels(stage, modality)
             for histogram in (self.ttft, self.tpot, self.e2e, self.ttft_ratio_by_class, self.overlap_by_class):
                 histogram.labels(modality)
         self._build.labels(metadata.version("weft"), platform.python_version(), model).set(1)

@@ -66,9 +66,18 @@ def members_of(cluster: ClusterProcess) -> list[dict[str, Any]]:
     return [each for listed in lists if isinstance(listed, list) for each in listed if isinstance(each, dict)]
 
 
-async def load_of(cluster: ClusterProcess) -> MetricLoad:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-        return await send_load(client, cluster.model)
+async def load_of(cluster: ClusterProcess, prometheus: PrometheusProcess) -> MetricLoad:
+    """Sends the load twice, with scrapes in between, so that rates see it."""
+    load: MetricLoad | None = None
+    for _ in range(2):
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            if load is not None:
+                load.client = client
+            load = await send_load(client, cluster.model, load)
+        num_before = prometheus.num_scrapes()
+        await asyncio.to_thread(eventually, lambda: prometheus.num_scrapes() >= num_before + 2)  # noqa: B023
+    assert load is not None
+    return load
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +91,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
         # A rate needs a sample before the load.
         eventually(lambda: prometheus.num_scrapes() >= 2)
         from_s = time.time()
-        load = asyncio.run(load_of(cluster))
+        load = asyncio.run(load_of(cluster, prometheus))
         num_before = prometheus.num_scrapes()
         eventually(lambda: prometheus.num_scrapes() >= num_before + 4)
         yield Watched(cluster, prometheus, load, port, from_s - 2, time.time())

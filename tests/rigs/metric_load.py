@@ -88,11 +88,11 @@ def question(task: str, seed: int) -> list[dict[str, Any]]:
     return messages(drawn)
 
 
-async def send_load(client: httpx.AsyncClient, model: str) -> MetricLoad:
+async def send_load(client: httpx.AsyncClient, model: str, load: MetricLoad | None = None) -> MetricLoad:
     """Sends the load and returns what it did. Every kind of media comes twice: the second time with the same text, so
     that the KV cache has it. One picture comes once more behind another text, so that its feature is used again. Then
-    come several choices, texts at one time, and errors."""
-    load = MetricLoad(client, model)
+    come several choices, texts at one time, and errors. A `load` goes on where an earlier one has ended."""
+    load = load or MetricLoad(client, model)
     for number in range(3):
         await load.chat([{"role": "user", "content": f"{LONG_TEXT}{number}"}])
     for task in MODALITY_TO_TASK.values():
