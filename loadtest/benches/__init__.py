@@ -8,7 +8,8 @@ given times: overlap, prediction, isolation and serve.
 `engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`
 and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a worker or a server, `synthetic` makes
 their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
-`commit_comparison` runs one of the benches on two commits. `namespaced_hosts` makes several hosts out of one machine.
+`commit_comparison` runs one of the benches on two commits. `path_hosts` runs the path bench on several
+hosts, which `namespaced_hosts` makes out of one machine.
 
 The command line imports `run_benches` and the names (`BENCHES`), and a bench's own module is imported when it runs.
 The folder knows nothing of how Weft is deployed beyond what `deploy` offers.
@@ -34,9 +35,16 @@ def _take_no_options(name: str, options: Sequence[str]) -> None:
 
 
 def _path(options: Sequence[str]) -> BenchResult:
+    parser = argparse.ArgumentParser(prog="weft bench path", allow_abbrev=False)
+    parser.add_argument(
+        "--hosts", type=int, choices=[1, 2], default=1, help="runs the cluster on two hosts too (network namespaces)"
+    )
+    if parser.parse_args(options).hosts == 2:
+        from loadtest.benches.path_hosts import run_hosts
+
+        return run_hosts()
     from loadtest.benches.path_bench import run
 
-    _take_no_options("path", options)
     return run()
 
 
