@@ -32,6 +32,7 @@ from deploy.http_limits import HttpLimits
 from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection, TracingSection
 from deploy.scaling_config import AutoscalingSection
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
+from fabric.transport import PortRange
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.registry import REGISTRY
 from router.planning import LinkClass, PlannerSettings
@@ -458,6 +459,17 @@ class ClusterConfig(Section):
             raise ValueError("access has keys, but tenants names nobody who may send requests; add a tenant")
         if ANONYMOUS.name in self.tenants and self.tenants[ANONYMOUS.name].api_key_digests:
             raise ValueError(f"the tenant {ANONYMOUS.name} sends requests without a key; give it another name")
+        return self
+
+    @model_validator(mode="after")
+    def _check_metrics_port(self) -> ClusterConfig:
+        port, ports = self.network.metrics_port, self.network.ports
+        if port and port == self.server.port:
+            raise ValueError(f"network.metrics_port is {port}, which is server.port too; choose another port")
+        if port and ports is not None and port in PortRange.parse(ports):
+            raise ValueError(
+                f"network.metrics_port is {port}, which lies in network.ports ({ports}); choose another port"
+            )
         return self
 
     @model_validator(mode="after")

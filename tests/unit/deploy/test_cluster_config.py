@@ -281,3 +281,12 @@ def test_an_item_runs_out_of_processor_time_before_it_is_late_and_is_late_before
     for modality, timeout_ms in MODALITY_TO_ENCODE_TIMEOUT_MS.items():
         cpu_s, timeout_s = DEFAULT_LIMITS.cpu_s(modality), DEFAULT_LIMITS.timeout_s(modality)
         assert cpu_s < timeout_s < timeout_ms / 1000
+
+
+def test_the_port_for_metrics_is_one_that_nothing_else_of_the_cluster_uses() -> None:
+    (found,) = problems("{server: {port: 9467}, network: {metrics_port: 9467}}")
+    assert "network.metrics_port is 9467, which is server.port too" in found
+    (found,) = problems("network: {ports: 21000-21999, metrics_port: 21500}")
+    assert "network.metrics_port is 21500, which lies in network.ports (21000-21999)" in found
+    assert problems("network: {ports: 21000-21999, metrics_port: 9467}") == []
+    assert problems("{server: {port: 0}, network: {metrics_port: 0}}") == []
