@@ -20,13 +20,16 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from deploy.commands.start_progress import StartProgress
 from deploy.config import ClusterConfig
-from deploy.config_file import load_config
+from deploy.config_file import flaws_of, load_config
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
 from deploy.process_setup import freeze_what_lives, new_event_loop
 from deploy.start_phases import StartBoard, start_text
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
+from fabric.contracts import ConfigError
 
 STOP_S = 30.0
 """Every process must have ended this many seconds after the end of the drain; the supervisor kills those that have
@@ -132,12 +135,15 @@ def _say_stopping(config: ClusterConfig) -> None:
 
 def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object]) -> ClusterConfig:
     """Returns the config with the values of the command line (all that are not None) in place of its own. Validates the
-    result again."""
+    result again. Raises ConfigError if a value is wrong."""
     data = config.model_dump(by_alias=True)
     for (section, key), value in key_to_value.items():
         if value is not None:
             data[section][key] = value
-    return ClusterConfig.model_validate(data)
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(flaws_of(error))) from error
 
 
 def banner(url: str, model_name: str) -> str:

@@ -173,10 +173,11 @@ class ModelHub:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        import httpx
         from huggingface_hub import errors
 
         url = self._url
+        # Every error of the connection is of this class, whichever HTTP library the hub's library uses.
+        transport_error: Any = next(base for base in errors.HfHubHTTPError.__mro__ if base.__name__ == "HTTPError")
         try:
             yield
         except errors.GatedRepoError as error:
@@ -189,7 +190,7 @@ class ModelHub:
             raise ConfigError(
                 f"there is no model at {url}, or it is private and HF_TOKEN of this node may not read it"
             ) from error
-        except (errors.HfHubHTTPError, httpx.HTTPError, errors.LocalEntryNotFoundError) as error:
+        except (transport_error, errors.LocalEntryNotFoundError) as error:
             raise Unavailable(f"the hub of {url} does not answer: {_first_line(error)}") from error
 
 

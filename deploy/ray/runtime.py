@@ -166,10 +166,6 @@ def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, com
         if (tls := TlsFiles.of(config.server)) is not None:
             check_tls(tls)
         set_local_switches()
-    else:
-        if (token_file := config.ray.token_file) is not None and not token_file.is_file():
-            raise ConfigError(f"ray.token_file is {token_file}, which is not a file")
-        show_token(config.ray.token_file)
     if config.logging.to == "terminal":
         show_logs_as_written()
     return config, model
@@ -177,13 +173,17 @@ def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, com
 
 def remove_left(config: ClusterConfig) -> None:
     """Removes what a cluster with the config's name has left on a Ray that goes on running, because that cluster was
-    ended at once. Does nothing if a cluster with that name lives. Raises Unavailable if the removal takes longer than
-    `REMOVAL_S`."""
-    import ray
+    ended at once. Does nothing if a cluster with that name lives, or if the Ray can't be joined. Raises Unavailable if
+    the removal takes longer than `REMOVAL_S`."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(_ray(config, None))
+        except (ConfigError, Unavailable):  # The server has already said why it can't join this Ray.
+            return
+        import ray
 
-    from deploy.ray.directory import claim_name
+        from deploy.ray.directory import claim_name
 
-    with _ray(config, None):
         try:
             directory = claim_name(config.ray.cluster_name)
         except ConfigError:
@@ -241,6 +241,10 @@ def _own_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
+    if config.ray.address is not None:
+        if (token_file := config.ray.token_file) is not None and not token_file.is_file():
+            raise ConfigError(f"ray.token_file is {token_file}, which is not a file")
+        show_token(config.ray.token_file)  # Ray reads what this sets when it is imported.
     import ray
 
     from deploy.ray.directory import NAMESPACE

@@ -109,6 +109,17 @@ def test_a_store_that_refuses_or_fails_is_named(
         fetch(url, tmp_path)
 
 
+@pytest.mark.parametrize("url", STORES)
+def test_a_store_that_is_not_there_is_named(
+    url: str, server: ModelServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ENDPOINT_URL", "HF_ENDPOINT"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    with pytest.raises(Unavailable, match=f"of {url} does not answer"):
+        fetch(url, tmp_path)
+    assert not server.asked
+
+
 def test_objects_that_change_under_a_cluster_are_noticed(server: ModelServer, tmp_path: Path) -> None:
     pinned, _ = fetch(STORES[0], tmp_path, has_weights=False)
     server.files["config.json"] = b'{"model_type": "y"}'
