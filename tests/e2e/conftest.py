@@ -17,7 +17,14 @@ from media_web import MediaWeb, media_web
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-LONGEST = ("test_stopping.py", "test_joined_ray.py", "test_logs.py", "test_two_routers.py", "test_pinning.py")
+LONGEST = (
+    "test_two_hosts.py",
+    "test_stopping.py",
+    "test_joined_ray.py",
+    "test_logs.py",
+    "test_two_routers.py",
+    "test_pinning.py",
+)
 SHARING = (
     "test_load_test.py",
     "test_cluster_answers.py",
