@@ -63,7 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     figures = commands.add_parser("figures", help="compares the figures of the documents with the simulator's")
     figures.add_argument("names", nargs="*", help="names the figures; all of them if none is named")
     choice = commands.add_parser("choice", help="compares policies: the experiments behind the bars on the choice")
-    choice.add_argument("names", nargs="*", help="names the experiments; all but `large` if none is named")
+    choice.add_argument(
+        "names", nargs="*", help="names the experiments; all but `autoscaling` and `large` if none is named"
+    )
     choice.add_argument("--requests", type=int, default=4000, help="sets the number of requests of each run")
     choice.add_argument("--workers", type=int, default=16, help="sets the number of workers")
     choice.add_argument("--encoders", type=int, default=6, help="sets the number of encoders")

@@ -7,6 +7,7 @@
     staleness       eight routers with reports a second old, and one router with fresh reports
     recovery        how soon predictions are right again after costs change
     isolation       text alone, and the same text with pictures and videos on top
+    autoscaling     five times the pictures on a cluster that scales its pools, beside the same texts without them
     large           two large clusters, with the time that their simulations take
 
 Every comparison runs the same requests. The module knows nothing of how a run works or of how results are shown.
@@ -29,6 +30,7 @@ from loadtest.simulator.choice_curve import LOADS, curve_parts, curve_points
 from loadtest.simulator.cost_tables import load_table
 from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import POLICIES, SEQUENTIAL, FixedPolicy
+from loadtest.simulator.scaling_burst import KINDS, BurstScenario, run_bursts, text_ratio
 from loadtest.simulator.sim_cluster import ClusterSettings, SimCluster, SimResult
 from loadtest.simulator.sim_report import Summary, distribution_plot, summarise, summary_table
 from loadtest.simulator.sim_requests import SimRequest
@@ -378,6 +380,50 @@ def isolation(scale: ChoiceScale) -> Experiment:
     return Experiment("isolation", (text, summary_table(summaries)), bars, tuple(summaries))
 
 
+# ---------------------------------------------------------------- autoscaling
+
+
+def autoscaling(scale: ChoiceScale, scenario: BurstScenario | None = None) -> Experiment:
+    """Runs a burst of pictures on a cluster that scales its pools, the same load without the burst, and the burst with
+    a fixed number of encoders, which no bar reads. The sizes of the scale have no meaning here."""
+    scenario = replace(scenario or BurstScenario(), seed=scale.seed)
+    calm, burst, fixed = run_bursts(scenario, scale.num_processes)
+    begun_s, end_s = scenario.burst_from_s, scenario.end_s
+    before, after = (burst.size("encoder", at_s) for at_s in (begun_s, end_s))
+    bars = (
+        Bar("TTFT p99 of text with a burst of pictures, over without", text_ratio(burst, calm), 1.3, "times", True),
+        Bar("intervals until the encoders grow", burst.intervals_until_growth("encoder"), 2, "intervals", True),
+        Bar("requests without their whole answer", float(calm.num_lost + burst.num_lost), 0, "requests", True),
+        Bar("encoders at the end, over those before the burst", after / before, 1.0, "times", True),
+    )
+    rows = [
+        ["run", "text TTFT p50 (ms)", "p99", "picture p50", "p99", "encoders", "workers", "encoder s", "moved", "lost"]
+    ]
+    for run in (calm, burst, fixed):
+        sizes = ["/".join(str(run.size(kind, at_s)) for at_s in (begun_s, run.peak_s(kind), end_s)) for kind in KINDS]
+        times = [run.ttft_ms(kind, share) for kind in ("text", scenario.picture) for share in (0.5, 0.99)]
+        rows.append(
+            [
+                run.label,
+                *(f"{time_ms:.0f}" for time_ms in times),
+                *sizes,
+                f"{run.member_s('encoder'):.0f}",
+                str(run.num_moved),
+                str(run.num_lost),
+            ]
+        )
+    text = (
+        f"{scenario.text_rate:g} texts and {scenario.image_rate:g} pictures per second for {end_s:g} s, and "
+        f"{scenario.factor:g} times as many pictures from {begun_s:g} s to {scenario.burst_until_s:g} s. A member "
+        f"takes {scenario.startup_s:g} s to start. Sizes are those when the burst begins, the largest and the last. "
+        "Times are of the requests since the burst began."
+    )
+    changes = [f"{one.at_s:g} s: the {one.kind}s {one.told}" for one in burst.changes]
+    return Experiment(
+        "autoscaling", (text, rows, *changes), bars, tuple(summarise(run.result) for run in (calm, burst))
+    )
+
+
 # ---------------------------------------------------------------- large clusters
 
 
@@ -453,7 +499,8 @@ EXPERIMENTS: Mapping[str, Callable[[ChoiceScale], Experiment]] = {
     "staleness": staleness,
     "recovery": recovery,
     "isolation": isolation,
+    "autoscaling": autoscaling,
     "large": large,
 }
-ONLY_BY_NAME = ("large",)
+ONLY_BY_NAME = ("autoscaling", "large")
 """Lists the experiments that run only if they are named, because they take long."""

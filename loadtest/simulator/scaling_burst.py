@@ -8,7 +8,9 @@ nothing of how results are shown.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from heapq import merge
 from itertools import takewhile
@@ -22,6 +24,7 @@ from loadtest.simulator.sim_requests import SimRequest
 from loadtest.simulator.sim_scaling import PoolAutoscaler, SizeChange
 from loadtest.simulator.workloads import WorkloadSpec, generate
 
+KINDS = ("encoder", "worker")
 SESSIONS = 1_000_000
 """Keeps the conversations of the three parts of the load apart."""
 
@@ -112,8 +115,9 @@ class BurstRun:
         """Returns the running members of a pool at a time."""
         return [size for taken_s, size in self.kind_to_sizes[kind] if taken_s <= at_s][-1]
 
-    def peak(self, kind: str) -> int:
-        return max(size for _, size in self.kind_to_sizes[kind])
+    def peak_s(self, kind: str) -> float:
+        """Returns the first time at which most members of a pool ran."""
+        return max(self.kind_to_sizes[kind], key=lambda taken: taken[1])[0]
 
     def member_s(self, kind: str) -> float:
         """Returns the seconds for which members of a pool ran, summed over the members."""
@@ -136,3 +140,27 @@ def run_burst(label: str, scenario: BurstScenario, *, has_burst: bool, scaled: S
     changes = sorted((one for scaler in scalers for one in scaler.changes), key=lambda change: change.at_s)
     sizes = {scaler.kind: scaler.sizes for scaler in scalers}
     return BurstRun(label, scenario, replace(result, policy=label), tuple(changes), sizes, cluster.num_moved)
+
+
+def run_bursts(scenario: BurstScenario, num_processes: int) -> tuple[BurstRun, BurstRun, BurstRun]:
+    """Returns three runs: without the burst, with it, and with it and as many encoders as before."""
+    runs = [
+        ("without the burst", False, KINDS),
+        ("with the burst", True, KINDS),
+        ("with the burst, encoders fixed", True, ("worker",)),
+    ]
+    if num_processes <= 1:
+        calm, burst, fixed = (_run(scenario, *run) for run in runs)
+        return calm, burst, fixed
+    with ProcessPoolExecutor(num_processes, multiprocessing.get_context("spawn")) as pool:
+        calm, burst, fixed = [future.result() for future in [pool.submit(_run, scenario, *run) for run in runs]]
+    return calm, burst, fixed
+
+
+def _run(scenario: BurstScenario, label: str, has_burst: bool, scaled: Sequence[str]) -> BurstRun:
+    return run_burst(label, scenario, has_burst=has_burst, scaled=scaled)
+
+
+def text_ratio(burst: BurstRun, calm: BurstRun) -> float:
+    """Returns how many times as long the slowest hundredth of the texts waits with the burst as without it."""
+    return burst.ttft_ms("text", 0.99) / calm.ttft_ms("text", 0.99)
