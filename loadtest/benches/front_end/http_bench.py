@@ -153,6 +153,7 @@ class HttpBench:
         self._router.set_pace(4)
         num_requests, num_tokens = 320, 64
         load = self._load([chat(num_tokens, True)] * num_requests, num_clients=NUM_STREAMS)
+        first = self._load([chat(1, True)] * 100, num_clients=NUM_STREAMS)
         ratios = (None, 0.1, 1.0)
         ratio_to_costs: dict[float | None, list[float]] = {ratio: [] for ratio in ratios}
         with blank_collector() as url:
@@ -160,6 +161,8 @@ class HttpBench:
                 for ratio in ratios:
                     endpoint = None if ratio is None else url
                     self._router.trace_with(TracingSettings(endpoint, ratio or 0.0, max_requests_per_s=1e6))
+                    self._clients.run(first)  # The router connects to the collector.
+                    time.sleep(SETTLED_S)
                     before = self._router.use()
                     counts = self._clients.run(load)
                     assert counts.num_errors == 0, f"{counts.num_errors} requests have failed"
