@@ -20,6 +20,7 @@ from xdist.scheduler import LoadScopeScheduling
 LONGEST = (
     "test_two_hosts.py",
     "test_stopping.py",
+    "test_autoscaling.py",
     "test_joined_ray.py",
     "test_logs.py",
     "test_two_routers.py",
