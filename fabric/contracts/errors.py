@@ -24,6 +24,7 @@
     │   ├── Draining                  the cluster was asked to stop and takes no new requests
     │   ├── TargetGone                the replica that was named has left
     │   ├── WorkerLost                a worker died while it served the request
+    │   ├── WorkerLeaving             the worker was stopped, and no other one could continue in time
     │   └── EncoderLost
     ├── DeadlineExceeded          a stage passed its deadline
     ├── StageFailed               a stage broke on this request
