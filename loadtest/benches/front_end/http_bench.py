@@ -71,7 +71,8 @@ def run(options: Sequence[str] = ()) -> BenchResult:
         f"Streams: {NUM_STREAMS} at once, {TOKENS_PER_STREAM} tokens each. Tokens/s are those of one core.",
     ]
     rows += bench.shares()
-    return BenchResult(rows, bars, notes, profile=bench.part_to_shares)
+    variant = "tracing" if args.part == "tracing" else ""
+    return BenchResult(rows, bars, notes, variant, bench.part_to_shares)
 
 
 class HttpBench:
