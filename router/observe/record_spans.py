@@ -101,7 +101,6 @@ def request_attributes(record: Record) -> Attributes:
     have one."""
     usage, timing, first = record.get("usage") or {}, record.get("timing") or {}, record.get("first_token") or {}
     found: dict[str, Any] = {
-        "gen_ai.operation.name": "chat",
         "gen_ai.request.model": record.get("model"),
         "gen_ai.usage.input_tokens": record.get("num_prompt_tokens"),
         "gen_ai.usage.output_tokens": usage.get("completion_tokens"),
