@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards dashboard-pictures prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -50,6 +50,12 @@ e2e: SPREAD += --no-loadscope-reorder
 # The dashboards for Grafana, as JSON beside what describes them.
 dashboards: install
 	$(BIN)/python -m deploy.grafana.write_boards
+
+# The dashboards as pictures in build/dashboards, drawn with Grafana's own components while a cluster is under load. It
+# needs npm and Chromium and takes about five minutes, so it is no part of `test`. DRAW may hold options, such as
+# DRAW=--made-up.
+dashboard-pictures: install | prometheus-if-there-is
+	$(BIN)/python tests/dashboards/draw_dashboards.py $(DRAW)
 
 # Prometheus and promtool, for the tests of rules and dashboards, which are skipped without them. Nothing is installed:
 # the package of Debian is unpacked below build/.

@@ -19,6 +19,10 @@ class BoardQuery(NamedTuple):
     ref: str
     expr: str
     legend: str
+    template: str
+    """Is the expression with its variables, as the file has it."""
+    is_instant: bool
+    """Says that the panel shows the values of one moment, as tables do."""
 
     @property
     def name(self) -> str:
@@ -43,4 +47,5 @@ def queries(rate_interval: str = "1m") -> Iterator[BoardQuery]:
                 expr = target["expr"].replace("$__rate_interval", rate_interval)
                 for variable, value in VARIABLES.items():
                     expr = expr.replace(variable, value)
-                yield BoardQuery(name, panel["title"], target["refId"], expr, target.get("legendFormat", ""))
+                legend, is_instant = target.get("legendFormat", ""), target.get("instant", False)
+                yield BoardQuery(name, panel["title"], target["refId"], expr, legend, target["expr"], is_instant)

@@ -29,9 +29,11 @@ class PrometheusProcess:
         assert answer["status"] == "success", f"{parameters}: {answer.get('error')}"
         return answer["data"]
 
-    def query(self, expr: str) -> list[dict[str, Any]]:
-        """Returns the series of an expression now; each has `metric` (its labels) and `value`."""
-        return list(self.ask("query", query=expr)["result"])
+    def query(self, expr: str, at_s: float | None = None) -> list[dict[str, Any]]:
+        """Returns the series of an expression now, or at a time (seconds since 1970); each has `metric` (its labels)
+        and `value`."""
+        at = {} if at_s is None else {"time": at_s}
+        return list(self.ask("query", query=expr, **at)["result"])
 
     def num_scrapes(self) -> float:
         """Counts the scrapes of the last minutes that were answered, over all targets."""
