@@ -99,36 +99,19 @@ LOST_TIME = BoardRow(
     "Where does a slow request lose its time?",
     [
         Panel(
+            "First token by modality, p90",
+            "The highest line is the class to look at. Videos are slower by nature; texts should not be.",
+            "s",
+            quantiles("weft_router_time_to_first_token_seconds", "modality", (0.9,)),
+            [(2.5, "yellow"), (10, "red")],
+        ),
+        Panel(
             "Time of a request by part",
             "Mean time of making the prompt, at the worker, and everything outside the worker. `router` above `prompt` "
             "means that requests wait at the routers.",
             "s",
             [mean("weft_router_stage_seconds", "stage", "{{stage}}")],
-        ),
-        Panel(
-            "At the worker until the first token",
-            "Mean time of a request in each stage of its worker; the stages add up. `queue`: workers are short. "
-            "`held`: "
-            "prefill waits for features, so look at encoders and links.",
-            "s",
-            [_stages("queue|prefill|held", "weft_router_time_to_first_token_seconds_count{@}")],
-            kind="bars",
-        ),
-        Panel(
-            "At the encoders, per item",
-            "Mean time of an item in each stage of its encoder. `decode_wait`: decode processes are short. `encode` "
-            "far "
-            "above the others: add encoders, or lower what media cost.",
-            "s",
-            [_stages("decode_wait|decode|device_prepare|encode", "weft_router_media_items_total{@}")],
-            kind="bars",
-        ),
-        Panel(
-            "First token by modality, p90",
-            "The longest bar is the class to look at. Videos are slower by nature; texts should not be.",
-            "s",
-            quantiles("weft_router_time_to_first_token_seconds", "modality", (0.9,)),
-            [(2.5, "yellow"), (10, "red")],
+            more="weft-router",
         ),
         Panel(
             "Work in queues",
@@ -144,14 +127,35 @@ LOST_TIME = BoardRow(
                 ),
             ],
             [(5, "yellow"), (10, "red")],
+            least=0.1,
+        ),
+        Panel(
+            "At the worker until the first token",
+            "Mean time of a request in each stage of its worker; the stages add up. `queue`: workers are short. "
+            "`held`: prefill waits for features, so look at encoders and links.",
+            "s",
+            [_stages("queue|prefill|held", "weft_router_time_to_first_token_seconds_count{@}")],
+            kind="bars",
+            more="weft-workers",
+        ),
+        Panel(
+            "At the encoders, per item",
+            "Mean time of an item in each stage of its encoder. `decode_wait`: decode processes are short. `encode` "
+            "far above the others: add encoders, or lower what media cost.",
+            "s",
+            [_stages("decode_wait|decode|device_prepare|encode", "weft_router_media_items_total{@}")],
+            kind="bars",
+            more="weft-encoders",
         ),
         Panel(
             "Overlap of encoding and prefill, median",
-            "The least possible time to first token, divided by the actual one. Near 1 nothing is lost; well below it, "
-            "something waits that could run.",
+            "The least possible time to first token, divided by the actual one, of requests with media. Near "
+            "1 nothing is lost; well below it, something waits that could run.",
             "percentunit",
-            quantiles("weft_router_modality_overlap_efficiency_ratio", "modality", (0.5,)),
+            quantiles("weft_router_modality_overlap_efficiency_ratio", "modality", (0.5,), ',modality!="text"'),
             [(0.4, "yellow"), (0.7, "green")],
+            most=1,
+            more="weft-transfers",
         ),
     ],
 )
@@ -172,14 +176,15 @@ REQUESTS = BoardRow(
                 )
             ],
             kind="bars",
+            red=" 5..$",
         ),
         Panel(
             "Ends by code",
-            "Requests per second that ended with anything but `ok`; no data means none. docs/troubleshooting.md "
-            "explains each code.",
+            "Requests per second that ended with anything but `ok`. docs/troubleshooting.md explains each code.",
             "reqps",
             [Query(f'sum by (code) (rate(weft_router_requests_total{{@,code!="ok"}}{RATE})) > 0', "{{code}}")],
             kind="bars",
+            empty="All requests ended with ok",
         ),
         Panel(
             "In flight and waiting",
@@ -231,9 +236,8 @@ REQUESTS = BoardRow(
             [per_second("weft_router_media_items_total", "modality", "{{modality}}")],
         ),
         Panel(
-            "Tokens of tenants",
-            "Computed and generated tokens per second by tenant. One tenant that takes nearly all may keep others "
-            "waiting.",
+            "Tokens per second by tenant",
+            "Computed and generated tokens of each tenant. One tenant that takes nearly all may keep others waiting.",
             "short",
             [per_second("weft_router_tenant_tokens_total", "tenant", "{{tenant}}")],
             kind="bars",
@@ -245,7 +249,7 @@ PROCESSES = BoardRow(
     "Processes",
     [
         Panel(
-            "Processor time",
+            "Processor cores in use",
             "Cores that each member's process uses. A router at 1 has a full event loop: add routers.",
             "short",
             [per_second("weft_process_cpu_seconds_total", "kind, member", "{{kind}} {{member}}")],
@@ -271,9 +275,9 @@ PROCESSES = BoardRow(
             "What runs",
             "Versions and models of the routers. Two versions at once are an upgrade under way, or one that got stuck.",
             "short",
-            [Query("count by (version, python, model) (weft_build_info{@})")],
+            [Query("count by (version, python, model) (weft_build_info{@})", "routers")],
             kind="table",
-            width=12,
+            width=24,
         ),
     ],
 )
@@ -314,8 +318,8 @@ ROUTER = Board(
                 ),
                 Panel(
                     "Relative error by stage",
-                    "Absolute error of a stage, divided by its measured time. Stages of a few milliseconds are hard to "
-                    "predict and matter little.",
+                    "Absolute error of a stage, divided by its measured time, up to 200 %. Stages of a few "
+                    "milliseconds are hard to predict and matter little.",
                     "percentunit",
                     [
                         Query(
@@ -325,6 +329,7 @@ ROUTER = Board(
                         )
                     ],
                     [(0.5, "yellow"), (1, "red")],
+                    most=2,
                 ),
                 Panel(
                     "Terms of the score: predicted seconds per second",
@@ -369,8 +374,7 @@ ROUTER = Board(
                 Panel(
                     "Promised and found",
                     "Tokens that the index promised, and those that workers found. If fewer are found, the index is "
-                    "out "
-                    "of step or caches are too small.",
+                    "out of step or caches are too small.",
                     "short",
                     [
                         Query(f'sum(rate(weft_planner_predicted_total{{@,stage="prefix_tokens"}}{RATE}))', "promised"),
@@ -413,6 +417,7 @@ ROUTER = Board(
                     "s",
                     quantiles("weft_router_gate_wait_seconds", "service_class", (0.9,)),
                     [(1, "yellow"), (5, "red")],
+                    empty="No request had to wait",
                 ),
                 Panel(
                     "Attempts by outcome",
@@ -428,6 +433,8 @@ ROUTER = Board(
                     "ops",
                     [per_second("weft_router_dispatch_errors_total", "kind, code", "{{kind}} {{code}}")],
                     [(0.1, "yellow"), (1, "red")],
+                    least=0.1,
+                    empty="No call has failed since the routers began",
                 ),
                 Panel(
                     "Media that were degraded",
@@ -435,6 +442,8 @@ ROUTER = Board(
                     "ops",
                     [per_second("weft_router_degraded_total", "action, reason", "{{action}} {{reason}}")],
                     [(0.01, "yellow"), (0.1, "red")],
+                    least=0.01,
+                    empty="No item was degraded since the routers began",
                 ),
                 Panel(
                     "Reading and fetching media, p90",
@@ -466,6 +475,8 @@ ROUTER = Board(
                         Query("max by (kind) (weft_router_members{@})", "{{kind}}"),
                         Query("max by (kind) (weft_router_members_expected{@})", "{{kind}}, expected"),
                     ],
+                    width=6,
+                    dashed=", expected$",
                 ),
                 Panel(
                     "Keys in the indexes",
@@ -473,9 +484,10 @@ ROUTER = Board(
                     "`router.max_index_blocks` or `router.max_index_items`.",
                     "short",
                     [Query("max by (index) (weft_index_keys{@})", "{{index}}")],
+                    width=6,
                 ),
                 Panel(
-                    "Members out of step, and silent routers",
+                    "Out of step, and silent",
                     "Members whose events are missing from an index, and routers that do not answer the others. Both "
                     "should be 0.",
                     "short",
@@ -484,12 +496,17 @@ ROUTER = Board(
                         Query("max(weft_router_num_silent{@})", "silent routers"),
                     ],
                     [(1, "red")],
+                    width=6,
+                    least=1,
                 ),
                 Panel(
-                    "Token frames that were not used",
+                    "Token frames not used",
                     "Frames by reason. Some are normal when clients leave or choices end; many mean lost messages.",
                     "ops",
                     [per_second("weft_router_frames_dropped_total", "reason", "{{reason}}")],
+                    width=6,
+                    least=0.1,
+                    empty="Every frame was used",
                 ),
             ],
         ),

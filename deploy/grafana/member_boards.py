@@ -23,6 +23,7 @@ BYTES_BY_STATE = Panel(
         Query("sum(weft_worker_kept_bytes{@})", "kept by workers"),
     ],
     kind="bars",
+    width=6,
 )
 
 ENCODERS = Board(
@@ -36,8 +37,7 @@ ENCODERS = Board(
                 Panel(
                     "Utilisation",
                     "Share of the time in which a forward pass ran, by encoder. All near 1 with queues: add encoders. "
-                    "One "
-                    "at 0 while others are full: it is excluded or lost.",
+                    "One at 0 while others are full: it is excluded or lost.",
                     "percentunit",
                     [per_second("weft_encoder_forward_seconds_total", "encoder", "{{encoder}}")],
                     [(0.8, "yellow"), (0.95, "red")],
@@ -81,6 +81,7 @@ ENCODERS = Board(
                         Query(f"sum(rate(weft_encoder_items_encoded_total{{@}}{RATE}))", "encoded"),
                         Query(f"sum(rate(weft_encoder_items_failed_total{{@}}{RATE}))", "failed"),
                     ],
+                    red="^failed$",
                 ),
                 Panel(
                     "Time of decoding and preparation per item",
@@ -131,8 +132,7 @@ ENCODERS = Board(
                 Panel(
                     "Cost per second of forward passes",
                     "Patches or mel frames per second of a device while it computes. Encoders on equal devices should "
-                    "be "
-                    "alike.",
+                    "be alike.",
                     "short",
                     [
                         ratio(
@@ -176,12 +176,12 @@ ENCODERS = Board(
                     ],
                     [(0.7, "yellow"), (0.9, "red")],
                     most=1,
+                    width=6,
                 ),
                 Panel(
                     "Cache hit rate",
                     "Items whose features were still there, as a share of those that an encoder was asked for. It is "
-                    "low "
-                    "if media do not come back, or if the arena is too small for those that do.",
+                    "low if media do not come back, or if the arena is too small for those that do.",
                     "percentunit",
                     [
                         ratio(
@@ -192,6 +192,7 @@ ENCODERS = Board(
                         )
                     ],
                     most=1,
+                    width=6,
                 ),
                 Panel(
                     "Evictions per second",
@@ -199,6 +200,8 @@ ENCODERS = Board(
                     "`encoders.arena_bytes`.",
                     "ops",
                     [per_second("weft_encoder_evictions_total", "encoder", "{{encoder}}")],
+                    width=6,
+                    least=1,
                 ),
             ],
         ),
@@ -246,6 +249,7 @@ WORKERS = Board(
                     "ops",
                     [per_second("weft_worker_preemptions_total", "worker", "{{worker}}")],
                     [(0.02, "yellow"), (0.1, "red")],
+                    least=0.1,
                 ),
                 Panel(
                     "Prefix hit rate",
@@ -307,8 +311,7 @@ WORKERS = Board(
                 Panel(
                     "Work of steps",
                     "Seconds of work per second, by the learned costs, without the fixed part of steps. Near 1 a "
-                    "worker "
-                    "is full.",
+                    "worker is full.",
                     "percentunit",
                     [per_second("weft_worker_work_seconds_total", "worker", "{{worker}}")],
                     [(0.7, "yellow"), (0.9, "red")],
@@ -323,6 +326,7 @@ WORKERS = Board(
                         Query("avg(weft_worker_decode_seconds_per_sequence{@})", "per decoding sequence"),
                         Query("avg(weft_worker_step_overhead_seconds{@})", "per step"),
                     ],
+                    right="^per step$",
                 ),
                 Panel(
                     "Drafts that were right",
@@ -380,6 +384,7 @@ WORKERS = Board(
                     "while conversations come back to their pictures, raise `workers.kept_bytes`.",
                     "ops",
                     [per_second("weft_worker_kept_hits_total", "worker", "{{worker}}")],
+                    least=1,
                 ),
             ],
         ),
@@ -441,6 +446,7 @@ TRANSFERS = Board(
                         )
                     ],
                     [(0.01, "yellow"), (0.05, "red")],
+                    least=0.05,
                 ),
                 Panel(
                     "Slots in quarantine",
@@ -448,6 +454,7 @@ TRANSFERS = Board(
                     "short",
                     [of_each("weft_worker_num_quarantined", "worker")],
                     [(1, "red")],
+                    least=1,
                 ),
             ],
         ),
@@ -455,7 +462,7 @@ TRANSFERS = Board(
             "From announcement to release",
             [
                 Panel(
-                    "Time from announcement to release",
+                    "Announcement to release",
                     "Mean time for which an encoder holds a finished unit for a worker. If it is much longer than a "
                     "transfer, workers have no room.",
                     "s",
@@ -468,12 +475,15 @@ TRANSFERS = Board(
                         )
                     ],
                     [(1, "yellow"), (5, "red")],
+                    width=6,
                 ),
                 Panel(
                     "Leases",
                     "Features under a lease, by encoder. If it only grows, workers do not release what they read.",
                     "short",
                     [of_each("weft_encoder_num_leases", "encoder")],
+                    width=6,
+                    least=1,
                 ),
                 BYTES_BY_STATE,
                 Panel(
@@ -482,6 +492,7 @@ TRANSFERS = Board(
                     "requests that end early.",
                     "Bps",
                     [per_second("weft_encoder_feature_bytes_total", "encoder", "{{encoder}}")],
+                    width=6,
                 ),
             ],
         ),

@@ -21,8 +21,21 @@ from grafana_foundation_sdk.models import prometheus as prometheus_models
 SELECTED = 'cluster=~"$cluster",namespace=~"$namespace",job=~"$job",instance=~"$instance"'
 COLUMNS = 24
 """Grafana divides the width of a board into this many columns."""
-HEIGHT, STAT_HEIGHT = 8, 4
+KIND_TO_HEIGHT = {"time": 9, "bars": 9, "stat": 4, "table": 5}
+"""Maps a kind of panel to its height in lines. Nine lines leave room for three series in the legend."""
 Kind = Literal["time", "bars", "stat", "table"]
+LABEL_TO_COLOURS = {
+    "modality": {"text": "blue", "image": "green", "video": "orange", "audio": "purple"},
+    "stage": {
+        "queue": "blue",
+        "prefill": "green",
+        "held": "orange",
+        "decode_wait": "super-light-blue",
+        "decode": "yellow",
+        "encode": "purple",
+    },
+}
+"""Maps a label to the colours of its values, so that a modality or a stage looks the same in every panel."""
 Level = tuple[float, Literal["green", "yellow", "red"]]
 """Is a value and the colour from there on."""
 
@@ -48,7 +61,19 @@ class Panel(NamedTuple):
     kind: Kind = "time"
     width: int = 8
     most: float | None = None
-    """Is the end of the axis, where values have one."""
+    """Is the end of the axis, where values have one. What is above it is cut off."""
+    least: float | None = None
+    """Is a value that the axis shows in any case. Without it, values that are all 0 stand on an axis up to 100."""
+    empty: str = ""
+    """Says what it means that there is no data, where that is no fault."""
+    more: str = ""
+    """Names the dashboard that shows more of this; the panel links to it."""
+    dashed: str = ""
+    """Matches the names of series that are drawn as dashed lines, because others are compared with them."""
+    red: str = ""
+    """Matches the names of series that mean a failure."""
+    right: str = ""
+    """Matches the names of series that have the axis on the right, because their values are of another size."""
 
 
 class BoardRow(NamedTuple):
@@ -105,7 +130,7 @@ def board_json(board: Board) -> str:
         made = made.with_row(dashboard.Row(row.title).grid_pos(models.GridPos(x=0, y=top, w=COLUMNS, h=1)))
         top, left, height = top + 1, 0, 0
         for panel in row.panels:
-            own = STAT_HEIGHT if panel.kind == "stat" else HEIGHT
+            own = KIND_TO_HEIGHT[panel.kind]
             if left + panel.width > COLUMNS:
                 top, left, height = top + height, 0, 0
             made = made.with_panel(_panel(panel).grid_pos(models.GridPos(x=left, y=top, w=panel.width, h=own)))
@@ -147,12 +172,16 @@ def _panel(panel: Panel) -> Any:
             made: Any = stat.Panel().graph_mode(common_models.BigValueGraphMode.AREA)
             made = made.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
         case "table":
-            made = table.Panel()
-        case kind:
-            made = _lines(kind == "bars", panel.most)
+            made = _table(panel)
+        case _:
+            made = _lines(panel)
     made = made.title(panel.title).description(panel.description).unit(panel.unit).min(0).datasource(_datasource())
     if panel.most is not None:
         made = made.max(panel.most)
+    if panel.empty:
+        made = made.no_value(panel.empty)
+    if panel.more:
+        made = made.links([_link(panel.more)])
     made = made.thresholds(_thresholds(panel.levels))
     for number, query in enumerate(panel.queries):
         target = prometheus.Dataquery().expr(selected(query.expr)).ref_id(chr(ord("A") + number))
@@ -163,21 +192,67 @@ def _panel(panel: Panel) -> Any:
     return made
 
 
-def _lines(is_stacked: bool, most: float | None) -> Any:
+def _link(slug: str) -> dashboard.DashboardLink:
+    """Returns a link to another dashboard, which keeps the time and the variables."""
+    title = slug.replace("-", " ").capitalize()
+    link = dashboard.DashboardLink(f"More: {title}").type(models.DashboardLinkType.LINK)
+    return link.url(f"/d/{slug}?${{__url_time_range}}&${{__all_variables}}")
+
+
+def _table(panel: Panel) -> table.Panel:
+    """Returns a table of the labels of the series and their values, in a column with the name of the query."""
+    columns = {"excludeByName": {"Time": True}, "renameByName": {"Value": panel.queries[0].legend}}
+    return table.Panel().with_transformation(models.DataTransformerConfig(id_val="organize", options=columns))
+
+
+def _lines(panel: Panel) -> timeseries.Panel:
+    is_stacked = panel.kind == "bars"
     legend = common.VizLegendOptions().display_mode(common_models.LegendDisplayMode.TABLE)
-    legend = (
-        legend.placement(common_models.LegendPlacement.BOTTOM).show_legend(True).calcs(["mean", "max", "lastNotNull"])
-    )
+    legend = legend.placement(common_models.LegendPlacement.BOTTOM).show_legend(True)
+    # A legend has room for a few series, so the largest come first.
+    legend = legend.calcs(["mean", "max", "lastNotNull"]).sort_by("Max").sort_desc(True)
     tooltip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI)
     tooltip = tooltip.sort(common_models.SortOrder.DESCENDING)
-    lines = timeseries.Panel().legend(legend).tooltip(tooltip).line_width(1).fill_opacity(60 if is_stacked else 8)
-    lines = lines.show_points(common_models.VisibilityMode.NEVER).span_nulls(False)
+    lines = timeseries.Panel().legend(legend).tooltip(tooltip).line_width(1).fill_opacity(60 if is_stacked else 0)
+    # A rate of few requests has gaps, and a point between two gaps would not be seen as a line.
+    lines = lines.show_points(common_models.VisibilityMode.AUTO).span_nulls(False)
     lines = lines.thresholds_style(
         common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED)
     )
+    if panel.least is not None:
+        lines = lines.axis_soft_max(panel.least)
     if is_stacked:
         lines = lines.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
+    return _with_overrides(lines, panel)
+
+
+def _with_overrides(lines: timeseries.Panel, panel: Panel) -> timeseries.Panel:
+    """Gives single series their colours, dashes and axes."""
+    for name, colour in _colours(panel.queries).items():
+        lines = lines.override_by_name(name, [_fixed(colour)])
+    for pattern, value in (
+        (panel.red, _fixed("red")),
+        (panel.dashed, models.DynamicConfigValue("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})),
+        (panel.right, models.DynamicConfigValue("custom.axisPlacement", "right")),
+    ):
+        if pattern:
+            lines = lines.override_by_regexp(f"/{pattern}/", [value])
     return lines
+
+
+def _colours(queries: Sequence[Query]) -> dict[str, str]:
+    """Returns the colours of the series that have one of their own, by name."""
+    found: dict[str, str] = {}
+    for query in queries:
+        for label, value_to_colour in LABEL_TO_COLOURS.items():
+            mark = f"{{{{{label}}}}}"
+            if mark in query.legend:
+                found |= {query.legend.replace(mark, value): colour for value, colour in value_to_colour.items()}
+    return found
+
+
+def _fixed(colour: str) -> models.DynamicConfigValue:
+    return models.DynamicConfigValue("color", {"mode": "fixed", "fixedColor": colour})
 
 
 def _thresholds(levels: Sequence[Level]) -> dashboard.ThresholdsConfig:

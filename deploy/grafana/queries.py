@@ -10,13 +10,15 @@ from deploy.grafana.panels import Query
 RATE = "[$__rate_interval]"
 
 
-def quantiles(metric: str, by: str = "", of: tuple[float, ...] = (0.5, 0.9, 0.99)) -> list[Query]:
-    """Returns quantiles of a histogram; `by` is a label by which they are shown."""
+def quantiles(metric: str, by: str = "", of: tuple[float, ...] = (0.5, 0.9, 0.99), more: str = "") -> list[Query]:
+    """Returns quantiles of a histogram; `by` is a label by which they are shown, and `more` selects series. A quantile
+    alone by a label has the name of the label, since the title of its panel names the quantile."""
     labels = f"le, {by}" if by else "le"
+    shown = f"{{{{{by}}}}}" if by else ""
     return [
         Query(
-            f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket{{@}}{RATE})))",
-            f"p{q * 100:g}" + (f" {{{{{by}}}}}" if by else ""),
+            f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket{{@{more}}}{RATE})))",
+            shown if by and len(of) == 1 else f"p{q * 100:g} {shown}".rstrip(),
         )
         for q in of
     ]

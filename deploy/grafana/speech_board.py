@@ -45,6 +45,7 @@ SPEECH = Board(
                     "ops",
                     [Query(f"sum(rate({UNDERRUNS}{{@}}[$__rate_interval]))", "underruns")],
                     [(0.01, "yellow"), (0.1, "red")],
+                    least=0.1,
                 ),
             ],
         )

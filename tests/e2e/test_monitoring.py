@@ -34,7 +34,7 @@ EMPTY = {
     "weft-router: Failed calls to members: A": "no member fails",
     "weft-router: Waits for room, p90: A": "no request has to wait for room",
     "weft-router: Reading and fetching media, p90: B": "the load has no URLs",
-    "weft-router: Token frames that were not used: A": "no client leaves",
+    "weft-router: Token frames not used: A": "no client leaves",
 }
 """Maps the queries that may show nothing under this load, as patterns, to the reason."""
 UNSEEN = {"weft_router_degraded_total": "no encoding fails"}

@@ -90,6 +90,33 @@ def test_a_panel_explains_itself(board: str, panel: dict[str, Any]) -> None:
         assert all(target["legendFormat"] for target in panel["targets"]), "a series needs a name"
 
 
+@pytest.mark.parametrize(("board", "panel"), PANELS, ids=label)
+def test_a_panel_links_to_dashboards_with_its_time_and_variables(board: str, panel: dict[str, Any]) -> None:
+    for link in panel.get("links", []):
+        path, _, query = link["url"].removeprefix("/d/").partition("?")
+        assert path in boards().keys() - {board}
+        assert query == "${__url_time_range}&${__all_variables}"
+
+
+@pytest.mark.parametrize(("board", "panel"), PANELS, ids=label)
+def test_an_override_is_of_a_series_that_there_may_be(board: str, panel: dict[str, Any]) -> None:
+    legends = [re.sub(r"\{\{status\}\}", "500", target.get("legendFormat", "")) for target in panel["targets"]]
+    for rule in panel["fieldConfig"]["overrides"]:
+        wanted = rule["matcher"]["options"]
+        if rule["matcher"]["id"] == "byRegexp":
+            assert any(re.search(wanted.strip("/"), legend) for legend in legends)
+        else:
+            assert any(
+                re.fullmatch(re.sub(r"\\\{\\\{\w+\\\}\\\}", "(.+)", re.escape(legend)), wanted) for legend in legends
+            )
+
+
+def test_the_dashboards_lead_from_the_overview_to_every_part() -> None:
+    links = [link["url"] for panel in panels(boards()["weft-overview"]) for link in panel.get("links", [])]
+    found = {url.removeprefix("/d/").partition("?")[0] for url in links}
+    assert found == {"weft-router", "weft-encoders", "weft-workers", "weft-transfers"}
+
+
 def test_times_are_seconds_and_shares_are_percent() -> None:
     """A panel whose only metrics are sums of seconds by seconds is a time or a share, and never a plain number."""
     for _, panel in PANELS:
