@@ -22,6 +22,7 @@ LONGEST = (
     "test_stopping.py",
     "test_autoscaling.py",
     "test_joined_ray.py",
+    "test_lost_node.py",
     "test_logs.py",
     "test_two_routers.py",
     "test_pinning.py",

@@ -37,8 +37,13 @@ class ClusterProcess:
         return httpx.Client(base_url=self.url, timeout=120, **options)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the values of all samples of /metrics by the sample's name with its labels."""
+        """Returns the values of all samples of /metrics by the sample's name with its labels, and those of the members'
+        own samples where the routers do not give them."""
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        if "\nweft_worker_" not in text:
+            for target in httpx.get(f"{self.url}/weft/prometheus-targets", timeout=30).json():
+                with contextlib.suppress(httpx.TransportError):  # A member that ended is listed for a moment longer.
+                    text += httpx.get(f"http://{target['targets'][0]}/metrics", timeout=30).text
         samples = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in samples}
 

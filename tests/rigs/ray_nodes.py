@@ -1,0 +1,105 @@
+"""Runs a Ray of several nodes on this machine with `ray.cluster_utils`. A node is a raylet with its own resources, and
+the processes below it. So a test can place members on nodes, take a node away and add another one."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from cluster_process import eventually
+from ray.cluster_utils import Cluster
+
+OBJECT_STORE_BYTES = 100 * 2**20
+
+
+class RayNode(NamedTuple):
+    """A `RayNode` is one node of a `RayOfNodes`: Ray's own handle, and its raylet."""
+
+    handle: Any
+    raylet: psutil.Process
+
+    def has(self, pid: int) -> bool:
+        """Returns whether the process with this id runs below the node's raylet."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return any(child.pid == pid for child in self.raylet.children(recursive=True))
+        return False
+
+
+@dataclass
+class RayOfNodes:
+    """A `RayOfNodes` is a running Ray to which nodes are added, and from which they are taken."""
+
+    cluster: Cluster
+    folder: Path
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def add(self, resources: Mapping[str, float]) -> RayNode:
+        """Starts a node with these custom resources, and waits until the Ray has it. The first node is the head."""
+        head = {} if self.cluster.head_node else {"include_dashboard": False, "temp_dir": str(self.folder / "ray")}
+        with pytest.MonkeyPatch.context() as patch:
+            # The head writes its address into this folder, whichever it gets for its other files.
+            patch.setenv("RAY_TMPDIR", str(self.folder))
+            handle = self.cluster.add_node(
+                num_cpus=1,
+                resources=dict(resources),
+                object_store_memory=OBJECT_STORE_BYTES,
+                **head,
+            )
+        (raylet,) = handle.all_processes["raylet"]
+        return RayNode(handle, psutil.Process(raylet.process.pid))
+
+    def kill(self, node: RayNode) -> None:
+        """Ends a node as a machine ends that loses its power: nothing on it gets a signal that it could handle."""
+        below = node.raylet.children(recursive=True)
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.cluster.remove_node(node.handle, allow_graceful=False)
+        psutil.wait_procs(below, timeout=10)
+
+
+@contextlib.contextmanager
+def ray_of_nodes(head: Mapping[str, float]) -> Iterator[RayOfNodes]:
+    """Runs a Ray whose head offers these custom resources. At its end every process of it has ended."""
+    folder = Path(tempfile.mkdtemp(prefix="r-"))
+    before = signal.getsignal(signal.SIGTERM)  # Ray sets a handler of its own.
+    running = RayOfNodes(Cluster(shutdown_at_exit=False), folder)
+    try:
+        running.add(head)
+        yield running
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        tree = [
+            child
+            for node in running.cluster.list_all_nodes()
+            for infos in node.all_processes.values()
+            for info in infos
+            for child in _tree(info.process.pid)
+        ]
+        for process in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        for node in list(running.cluster.list_all_nodes()):
+            running.cluster.remove_node(node, allow_graceful=False)
+        psutil.wait_procs(tree, timeout=10)
+        eventually(lambda: not any(process.is_running() for process in tree), 10)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tree(pid: int) -> list[psutil.Process]:
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
