@@ -30,7 +30,8 @@ class LeavingMembers:
         """Holds a timer for each leaving member, which has ended if the grace is over."""
 
     def update(self, member_ids: Iterable[MemberId]) -> bool:
-        """Takes the ids of all members that are leaving or have left. Returns whether this changed anything: a member
+        """Takes the ids of all members that are leaving or have left; who calls this forgets those that left long ago,
+        and then they are forgotten here too. Returns whether this changed anything: a member
         that is no longer named stays after all."""
         named = set(member_ids)
         loop = asyncio.get_running_loop()

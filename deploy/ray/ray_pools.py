@@ -121,11 +121,11 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
     def initialize_state(self, unknown_grace_s: float = 5.0) -> None:
         """Initialises the state of this router. Serve calls it with the `request_router_kwargs`."""
         self._unknown_grace_s = unknown_grace_s
-        self._seen: set[str] = set()
+        self._history = replica_news.ReplicaHistory()
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         running = [replica.replica_id.unique_id for replica in replicas]
-        self._seen.update(running)
+        self._history.update(running)
         super().update_replicas(replicas)
         replica_news.update(self._deployment_id.name, running)
         self._fail_waiting_calls()
@@ -137,14 +137,14 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        if not self.curr_replicas and pending_request.metadata.session_id in self._seen:
+        if not self.curr_replicas and self._history.has_seen(pending_request.metadata.session_id):
             raise _target_gone(pending_request)
         return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
 
     def _fail_waiting_calls(self) -> None:
         """Fails the calls to replicas that have gone, if no replica is left that could make Ray ask for a choice."""
         for pending in () if self.curr_replicas else tuple(self._pending_requests_to_fulfill):
-            if pending.metadata.session_id in self._seen and not pending.future.done():
+            if self._history.has_seen(pending.metadata.session_id) and not pending.future.done():
                 pending.future.set_exception(_target_gone(pending))
 
     async def choose_replicas(
@@ -161,7 +161,7 @@ class PinnedRequestRouter(RequestRouter):  # type: ignore[misc]  # mypy does not
         pinned = [replica for replica in candidate_replicas if replica.replica_id.unique_id == target]
         if pinned:
             return [pinned]
-        if target not in self._seen and time.time() - pending_request.created_at < self._unknown_grace_s:
+        if not self._history.has_seen(target) and time.time() - pending_request.created_at < self._unknown_grace_s:
             return []  # Serve backs off and asks again.
         if not pending_request.future.done():
             pending_request.future.set_exception(_target_gone(pending_request))
