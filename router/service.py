@@ -296,8 +296,8 @@ class RouterService:
         return is_ready, state
 
     def members(self) -> list[dict[str, object]]:
-        """Lists the workers and encoders that this router plans with, for people to read: id, kind, host and
-        process."""
+        """Lists the workers and encoders that this router plans with, for people to read: id, kind, host, process, and
+        why they refused the last change of the config (an empty text if they did not)."""
         return listed_members(self._context.members.values())
 
     def routers(self) -> list[dict[str, object]]:
@@ -570,11 +570,9 @@ class RouterService:
 
 
 def listed_members(members: Iterable[Member]) -> list[dict[str, object]]:
+    fields = ("member_id", "kind", "host", "pid", "epoch", "config_flaw")
     named = sorted(members, key=lambda member: (member.kind, member.member_id))
-    return [
-        {"member_id": each.member_id, "kind": each.kind, "host": each.host, "pid": each.pid, "epoch": each.epoch}
-        for each in named
-    ]
+    return [{field: getattr(each, field) for field in fields} for each in named]
 
 
 def wanted_policy(request: PromptRequest) -> Policy | None:

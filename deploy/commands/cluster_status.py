@@ -107,7 +107,7 @@ def show(output: Console, url: str, view: ClusterView, wall_s: float) -> None:
         write(output, shown(f"Only this is known: {view.why_partial}.", "yellow"))
         return
     write(output, f"model {shown(view.model).plain}, version {shown(view.version or 'unknown').plain}")
-    for line in _request_lines(view):
+    for line in [*_request_lines(view), *_refusal_lines(view)]:
         write(output, line)
     tables = [
         table(
@@ -157,6 +157,17 @@ def _request_lines(view: ClusterView) -> list[Text]:
     if errors:
         listed = ", ".join(f"{code} {num}" for code, num in errors)
         lines.append(shown(f"errors among the latest {sum(recent.values())} requests: {listed}", "red"))
+    return lines
+
+
+def _refusal_lines(view: ClusterView) -> list[Text]:
+    """Returns a line for each reason why members refused the last change of the config."""
+    lines = []
+    for flaw, kind_to_number in view.flaw_to_refusing().items():
+        who = ", ".join(f"{number} {kind}{'s' if number > 1 else ''}" for kind, number in kind_to_number.items())
+        reason = "; ".join(flaw.splitlines())
+        said = f"the last change of the config was refused ({who}), so the former values stay: {reason}"
+        lines.append(shown(said, "red"))
     return lines
 
 

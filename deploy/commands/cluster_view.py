@@ -9,6 +9,7 @@ shown.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -118,6 +119,8 @@ class MemberRow(NamedTuple):
     """Counts the prompt tokens of a worker, or the items of an encoder, that were looked for in its cache."""
     num_done: float | None = None
     """Counts the generated tokens of a worker, or the encoded items of an encoder."""
+    config_flaw: str = ""
+    """Says why the member refused the last change of the config; it is empty if it did not."""
 
     @property
     def state(self) -> str:
@@ -144,6 +147,7 @@ class RouterRow(NamedTuple):
     host: str
     pid: int
     num_in_flight: float | None
+    config_flaw: str = ""
 
 
 class ClusterView(NamedTuple):
@@ -170,6 +174,17 @@ class ClusterView(NamedTuple):
 
     def of_kind(self, kind: str) -> list[MemberRow]:
         return [row for row in self.members if row.kind == kind]
+
+    def flaw_to_refusing(self) -> dict[str, Counter[str]]:
+        """Maps each reason why members refused the last change of the config to the kinds of these members, and how
+        many there are of a kind."""
+        found: dict[str, Counter[str]] = {}
+        for kind, flaw in [("router", row.config_flaw) for row in self.routers] + [
+            (row.kind, row.config_flaw) for row in self.members
+        ]:
+            if flaw:
+                found.setdefault(flaw, Counter())[kind] += 1
+        return found
 
     def code_to_count(self) -> dict[str, int]:
         """Maps the codes of requests that ended since the start of the routers to how many there were."""
@@ -229,7 +244,11 @@ def _router_row(member: Mapping[str, Any], series: Series) -> RouterRow:
     in_flight = series.total(IN_FLIGHT, router=name)
     if in_flight is None:  # The only router of a cluster has no label.
         in_flight = series.total(IN_FLIGHT)
-    return RouterRow(name, str(member["host"]), int(member["pid"]), in_flight)
+    return RouterRow(name, str(member["host"]), int(member["pid"]), in_flight, _config_flaw(member))
+
+
+def _config_flaw(member: Mapping[str, Any]) -> str:
+    return str(member.get("config_flaw", ""))  # A router of an earlier version does not say it.
 
 
 def _member_row(member: Mapping[str, Any], series: Series) -> MemberRow:
@@ -239,7 +258,8 @@ def _member_row(member: Mapping[str, Any], series: Series) -> MemberRow:
     if kind == "worker":
         tokens, each_s = figures.pop("queued_tokens"), figures.pop("s_per_token")
         figures["queue_s"] = None if tokens is None or each_s is None else tokens * each_s
-    return MemberRow(name, kind, str(member["host"]), int(member["pid"]), **figures)
+    flaw = _config_flaw(member)
+    return MemberRow(name, kind, str(member["host"]), int(member["pid"]), **figures, config_flaw=flaw)
 
 
 # ------------------------------------------------------------ rates

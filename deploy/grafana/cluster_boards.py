@@ -469,11 +469,13 @@ ROUTER = Board(
                 Panel(
                     "Members",
                     "Members that the directory lists, and those that the config asks for. If fewer are there for "
-                    "minutes, Serve can't place or start them.",
+                    "minutes, Serve can't place or start them. Members that refuse a change of the config keep the "
+                    "former values.",
                     "short",
                     [
                         Query("max by (kind) (weft_router_members{@})", "{{kind}}"),
                         Query("max by (kind) (weft_router_members_expected{@})", "{{kind}}, expected"),
+                        Query("max by (kind) (weft_router_members_refusing_config{@})", "{{kind}}, refusing"),
                     ],
                     width=6,
                     dashed=", expected$",

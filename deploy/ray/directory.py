@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import msgspec
 import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -229,6 +230,11 @@ class Heartbeat:
         self._actor = directory_actor(self._cluster)
         await self._beat()
         self._task = asyncio.create_task(self._run(), name="weft-heartbeat")
+
+    def note_config_flaw(self, flaw: str) -> None:
+        """Puts into the member's record why it refused the last change of its config; an empty text says that it took
+        the change. The next heartbeat carries the record."""
+        self._member = msgspec.structs.replace(self._member, config_flaw=flaw)
 
     def check(self) -> None:
         """Raises Unavailable if the directory has ended for good. Another one has other keys, so this member can't go

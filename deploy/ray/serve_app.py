@@ -158,6 +158,7 @@ class EncoderReplica:
 
     async def reconfigure(self, values: dict[str, Any]) -> None:
         self._live.change(values, change_levels)
+        self._heartbeat.note_config_flaw(self._live.flaw)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the encoder's load; Serve asks for it if the encoders are scaled."""
@@ -231,6 +232,7 @@ class WorkerReplica:
 
     async def reconfigure(self, values: dict[str, Any]) -> None:
         self._live.change(values, change_levels)
+        self._heartbeat.note_config_flaw(self._live.flaw)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns the worker's load; Serve asks for it if the workers are scaled."""
@@ -297,6 +299,7 @@ class RouterReplica:
         or keys than these."""
         is_first = not self._live.is_set
         self._live.change(values, self._take)
+        self._heartbeat.note_config_flaw(self._live.flaw)
         if is_first:
             await self._http.start()
             freeze_what_lives()

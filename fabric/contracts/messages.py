@@ -75,6 +75,9 @@ class Member(Wire, frozen=True):
     http_address: str = ""
     """Names the host and port at which the member answers `GET /metrics` with its own series; it is empty if the member
     does not, as in one-process mode."""
+    config_flaw: str = ""
+    """Says why the member refused the last change of its config, of which nothing is in force; it is empty if the
+    member refused none."""
 
 
 # ---------------------------------------------------------------- message plane

@@ -235,6 +235,7 @@ def _cluster() -> dict[str, Schema]:
         "modalities_without_encoder": array(TEXT),
     }
     member = {"member_id": TEXT, "kind": TEXT, "host": TEXT, "pid": COUNT, "epoch": {"type": ["integer", "string"]}}
+    member["config_flaw"] = TEXT
     target = closed({"targets": array(TEXT), "labels": {"type": "object", "additionalProperties": TEXT}})
     summary = {"type": "object", "required": ["request_id", "outcome", "router_id"], "properties": {"request_id": TEXT}}
     return {

@@ -116,11 +116,13 @@ class PlannerSeries(Collector):
 
 
 class MembershipSeries(Collector):
-    """Exports how many members of each kind the directory lists, and how many the config asks for."""
+    """Exports how many members of each kind the directory lists, how many the config asks for, and how many of those
+    that are listed refused the last change of the config."""
 
     def __init__(self, expected: Mapping[str, int]) -> None:
         self.expect(expected)
         self.kind_to_number: Count[str] = Count()
+        self._kind_to_refusing: Count[str] = Count()
 
     def expect(self, expected: Mapping[str, int]) -> None:
         """Sets how many members of each kind the config asks for."""
@@ -128,7 +130,9 @@ class MembershipSeries(Collector):
 
     def update_members(self, members: Iterable[Member]) -> None:
         """Takes the directory's list of members."""
+        members = list(members)
         self.kind_to_number = Count(member.kind for member in members)
+        self._kind_to_refusing = Count(member.kind for member in members if member.config_flaw)
 
     def collect(self) -> Iterator[Metric]:
         for name, text, numbers in (
@@ -137,6 +141,11 @@ class MembershipSeries(Collector):
                 "members_expected",
                 "Members that the config asks for, by kind; with autoscaling, the fewest.",
                 self._expected,
+            ),
+            (
+                "members_refusing_config",
+                "Members that refused the last change of the config, so their former values stay, by kind.",
+                self._kind_to_refusing,
             ),
         ):
             gauge = GaugeMetricFamily(f"weft_router_{name}", text, labels=["kind"])

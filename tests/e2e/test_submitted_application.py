@@ -3,9 +3,12 @@ KubeRay does, and limits change while it serves."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +24,7 @@ from deploy.serve_config import DEPLOYMENTS
 
 pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
 
+OPERATOR_KEY = "operator"
 RESOURCES = {"weft_router": 1.0, "weft_encoder": 1.0, "weft_worker": 1.0}
 
 
@@ -89,21 +93,44 @@ def check_live_changes(ray: SubmittedRay, ports: list[int], replicas: dict[str, 
     assert ask(url, n=2).status_code == 200
     digest = "2c70e12b7a0646f92279f427c7b38e7334d8e5389cff167a1dc30e73f826b683"  # that of "key"
     live = {"router": {"max_num_choices": 1}, "tenants": {"shop": {"api_key_digests": [digest]}}}
+    live["access"] = {"operator_key_digests": [hashlib.sha256(OPERATOR_KEY.encode()).hexdigest()]}
     ray.submit(application(ports, live))
     eventually(lambda: ask(url, n=2).status_code == 401, 60)
     headers = {"Authorization": "Bearer key"}
     refused = httpx.post(f"{url}/v1/completions", json={"model": "weft-demo", "prompt": "a", "n": 2}, headers=headers)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
+    address = ray.node_address(), ports[1]
+    assert refusing(*address) == {"router": 0, "encoder": 0, "worker": 0}
     ray.submit(application(ports, live | {"router": {"max_num_choices": 0}}))
     said = "router.max_num_choices: the value must be greater than or equal to 1, not 0"
     eventually(lambda: any(said in path.read_text(errors="replace") for path in ray.folder.rglob("worker-*.err")), 60)
+    eventually(lambda: refusing(*address) == {"router": 1, "encoder": 1, "worker": 1}, 60)
+    assert f"(1 router, 1 encoder, 1 worker), so the former values stay: {said}" in status(url, ray.folder)
     assert ask(url).status_code == 401, "the former keys stay"
 
     ray.submit(application(ports))
     eventually(lambda: ask(url, n=2).status_code == 200, 60)
+    eventually(lambda: refusing(*address) == {"router": 0, "encoder": 0, "worker": 0}, 60)
     assert ray.replicas() == replicas, "no replica has started again"
     assert ray.state()["status"] == "RUNNING"
+
+
+def refusing(host: str, port: int) -> dict[str, float]:
+    """Returns how many members of each kind say that they refused the last change of the config."""
+    text = httpx.get(f"http://{host}:{port}/metrics", timeout=30).text
+    lines = re.findall(r'^weft_router_members_refusing_config\{kind="(\w+)".*\} (\S+)$', text, re.MULTILINE)
+    return {kind: float(value) for kind, value in lines}
+
+
+def status(url: str, folder: Path) -> str:
+    """Returns what `weft status` says to an operator, whose key lies in the folder meanwhile."""
+    key_file = folder / "operator"
+    key_file.write_text(OPERATOR_KEY)
+    command = [sys.executable, "-m", "deploy.cli", "status", "--url", url, "--api-key-file", str(key_file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def check_probes(ray: SubmittedRay, url: str) -> None:

@@ -63,6 +63,7 @@ MEMBER = {"cluster": "c", "kind": "worker", "member": "m"}
 UP = 'weft_member_up{cluster="c",kind="worker",member="m"}'
 FILES_OF = 'weft_process_%s_fds{cluster="c",kind="worker",member="m"}'
 MEMBERS = 'weft_router_members{cluster="c",instance="%s",kind="worker"}'
+REFUSING = 'weft_router_members_refusing_config{cluster="c",instance="%s",kind="router"}'
 EXPECTED = 'weft_router_members_expected{cluster="c",instance="%s",kind="worker"}'
 LINK = 'weft_worker_%s_total{cluster="c",link="rdma",worker="m"}'
 PLANNER = 'weft_planner_%s_total{cluster="c",stage="ttft"}'
@@ -106,6 +107,11 @@ CASES = {
         {MEMBERS % "a": "1x", MEMBERS % "b": "1x", EXPECTED % "a": "2x", EXPECTED % "b": "2x"},
         {MEMBERS % "a": "1x", MEMBERS % "b": "2x", EXPECTED % "a": "2x", EXPECTED % "b": "2x"},
         {"cluster": "c", "kind": "worker"},
+    ),
+    "WeftConfigRefused": Case(
+        {REFUSING % "a": "1x", REFUSING % "b": "0x"},
+        {REFUSING % "a": "0x", REFUSING % "b": "0x"},
+        {"cluster": "c", "kind": "router"},
     ),
     "WeftMemberSilent": Case({UP: "0x"}, {UP: "1x"}, MEMBER),
     "WeftTargetDown": Case(

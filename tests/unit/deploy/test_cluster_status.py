@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from router_chats import chat_body, image, text
 from served_fakes import served_fakes
 
@@ -93,6 +94,23 @@ def test_requests_in_flight_show_their_stage(capsys: Captured) -> None:
         assert row[:2] == ["text", "generating"]
         fakes.do(script.resume.set)
         assert asking.result(30).status_code == 200
+
+
+def test_members_that_refused_a_change_of_the_config_are_named_with_the_reason(capsys: Captured) -> None:
+    with served_fakes(num_workers=2) as fakes:
+        assert main(["status", "--url", fakes.url]) == 0
+        assert "refused" not in capsys.readouterr().out
+        flaws = {"worker": "logging.level: the value is wrong\nrouter.x: unknown", "encoder": "no such file"}
+        refusing = [replace(each, config_flaw=flaws[each.kind]) for each in fakes.cluster.members]
+        fakes.do(lambda: fakes.cluster.service.update_members(refusing))
+        assert main(["status", "--url", fakes.url]) == 0
+        printed = capsys.readouterr().out
+        said = "the last change of the config was refused (%s), so the former values stay: %s"
+        assert said % ("2 workers", "logging.level: the value is wrong; router.x: unknown") in printed
+        assert said % ("1 encoder", "no such file") in printed
+        assert main(["status", "--url", fakes.url, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert {row["config_flaw"] for row in told["workers"]} == {flaws["worker"]}
 
 
 def test_a_cluster_that_waits_for_members_is_status_1(capsys: Captured) -> None:

@@ -161,7 +161,7 @@ def test_members_that_come_and_go_leave_no_series() -> None:
         name = MemberId(f"worker-{number}")
         reports.put(WorkerReport(name, 1, 1, (), EngineStats(), FeatureStats(), links=(LinkStats("tcp", 1),)))
         reports.remove(MemberId(f"worker-{number - 1}"))
-        membership.update_members([Member(name, "worker", "x", "h", 1)])
+        membership.update_members([Member(name, "worker", "x", "h", 1, config_flaw="no such key")])
     shown = {sample.labels.get("worker") for family in reports.collect() for sample in family.samples}
     assert shown == {"worker-9999", None}
     numbers = {
@@ -171,6 +171,8 @@ def test_members_that_come_and_go_leave_no_series() -> None:
     }
     assert numbers["weft_router_members", "worker"] == 1
     assert numbers["weft_router_members_expected", "worker"] == 2
+    assert numbers["weft_router_members_refusing_config", "worker"] == 1
+    assert numbers["weft_router_members_refusing_config", "router"] == 0
     assert numbers["weft_router_members", "encoder"] == numbers["weft_router_members_expected", "encoder"] == 0
 
 
