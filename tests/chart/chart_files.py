@@ -28,6 +28,7 @@ It installs Weft as a RayService of [KubeRay](https://github.com/ray-project/kub
 must be there. [docs/kubernetes.md](../../docs/kubernetes.md) says how to install, upgrade and operate it. This page
 lists its values; it is made from `values.schema.json` and `values.yaml` by `tests/chart/chart_files.py`.
 
+<!-- not run: needs Kubernetes -->
 ```sh
 helm install weft helm/weft -f my-values.yaml
 ```

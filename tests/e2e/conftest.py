@@ -29,6 +29,7 @@ LONGEST = (
 )
 SHARING = (
     "test_load_test.py",
+    "test_docs_commands.py",
     "test_cluster_answers.py",
     "test_front_end.py",
     "test_examples.py",
