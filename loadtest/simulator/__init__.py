@@ -22,6 +22,7 @@ take a delay, and requests come from a workload or a trace.
     document_figures  simulates the figures of the documents
     choice            compares policies
     choice_curve      compares them over load, media, encoders and networks
+    cluster_size      finds the smallest cluster for a workload
     sim_report        makes numbers, tables and plots of results
     sim_command       carries out the commands
 
@@ -50,6 +51,8 @@ examples:
   weft simulate run --trace AzureLMMInferenceTrace_multimodal.csv --trace-requests 20000
   weft simulate figures           compares the figures of the documents with the simulator's
   weft simulate choice            runs the comparisons of policies
+  weft simulate size --rate 20 --mix text=0.8,image=0.2 --slo-ttft 2
+                                  counts the workers and encoders for a workload
 """
 
 
@@ -64,7 +67,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     figures.add_argument("names", nargs="*", help="names the figures; all of them if none is named")
     choice = commands.add_parser("choice", help="compares policies: the experiments behind the bars on the choice")
     choice.add_argument(
-        "names", nargs="*", help="names the experiments; all but `autoscaling` and `large` if none is named"
+        "names", nargs="*", help="names the experiments; all but `autoscaling`, `sizing` and `large` if none is named"
     )
     choice.add_argument("--requests", type=int, default=4000, help="sets the number of requests of each run")
     choice.add_argument("--workers", type=int, default=16, help="sets the number of workers")
@@ -75,7 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     choice.add_argument(
         "--seeds", type=int, default=3, help="sets how many seeds the curve and the test of chance take"
     )
-    for command in (run, figures, choice):
+    size = commands.add_parser("size", help="counts the workers and encoders that serve a workload fast enough")
+    _add_size_options(size)
+    for command in (run, figures, choice, size):
         command.add_argument("--seed", type=int, default=1, help="seeds the random numbers")
         command.add_argument("--processes", type=int, default=2, help="sets how many runs go on at once")
         command.add_argument("--report", type=Path, help="writes a page with tables and plots to this folder")
@@ -86,34 +91,54 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_run_options(run: argparse.ArgumentParser) -> None:
     cluster = run.add_argument_group("cluster")
-    cluster.add_argument("--table", default="omniconnector-a100", help="names the cost table, or its file")
+    _add_table_options(cluster)
     cluster.add_argument("--workers", type=int, default=16, help="sets the number of workers")
     cluster.add_argument("--encoders", type=int, default=6, help="sets the number of encoders")
     cluster.add_argument("--routers", type=int, default=1, help="sets the number of routers")
     cluster.add_argument("--policy", default="joint", help="names policies, separated by commas, or `all`")
-    cluster.add_argument("--block-size", type=int, default=32, help="sets the tokens of a KV block")
-    cluster.add_argument("--blocks", type=int, default=4096, help="sets the KV blocks of a worker")
-    cluster.add_argument("--slow-workers", default="", help="multiplies the times of workers in turn, e.g. 1,1,2")
-    cluster.add_argument("--slow-encoders", default="", help="multiplies the times of encoders in turn, e.g. 1,1,2")
     cluster.add_argument("--report-delay", type=float, default=0.0, help="delays reports to routers by seconds")
     cluster.add_argument(
         "--fault", action="append", default=[], help="adds a fault: death:worker-3@10 or slow:encoder-0@5-20x4"
     )
     workload = run.add_argument_group("workload")
-    workload.add_argument("--requests", type=int, default=2000, help="sets the number of requests")
+    _add_workload_options(workload)
     workload.add_argument("--load", type=float, default=0.8, help="sets the rate as a share of the capacity")
     workload.add_argument("--rate", type=float, default=0.0, help="sets the requests per second, in place of --load")
+    workload.add_argument("--trace", type=Path, help="reads Azure's CSV or a folder of ServeGen's clients instead")
+    workload.add_argument("--trace-requests", type=int, default=0, help="limits the requests of the trace")
+    workload.add_argument("--trace-speed-up", type=float, default=1.0, help="divides the times of the trace")
+    workload.add_argument("--trace-picture", default="image", help="names the medium for the pictures of the trace")
+    run.add_argument("--single-steps", action="store_true", help="plans every decode step by itself")
+
+
+def _add_size_options(size: argparse.ArgumentParser) -> None:
+    _add_table_options(size.add_argument_group("cluster"))
+    workload = size.add_argument_group("workload")
+    _add_workload_options(workload)
+    workload.add_argument("--rate", type=float, required=True, help="sets the requests per second")
+    goal = size.add_argument_group("goal")
+    goal.add_argument("--slo-ttft", type=float, default=2.0, help="sets the seconds to the first token")
+    goal.add_argument("--slo-tpot", type=float, default=0.1, help="sets the seconds between further tokens")
+    goal.add_argument("--share", type=float, default=0.95, help="sets the share of requests that must meet both")
+
+
+def _add_table_options(cluster: argparse._ArgumentGroup) -> None:
+    """Adds the options that say how fast members are, and how much memory they have."""
+    cluster.add_argument("--table", default="omniconnector-a100", help="names the cost table, or its file")
+    cluster.add_argument("--block-size", type=int, default=32, help="sets the tokens of a KV block")
+    cluster.add_argument("--blocks", type=int, default=4096, help="sets the KV blocks of a worker")
+    cluster.add_argument("--slow-workers", default="", help="multiplies the times of workers in turn, e.g. 1,1,2")
+    cluster.add_argument("--slow-encoders", default="", help="multiplies the times of encoders in turn, e.g. 1,1,2")
+
+
+def _add_workload_options(workload: argparse._ArgumentGroup) -> None:
+    workload.add_argument("--requests", type=int, default=2000, help="sets the number of requests")
     workload.add_argument("--mix", default="", help="sets the shares of kinds, e.g. text=0.8,image*4=0.2")
     workload.add_argument("--prompt", type=float, default=600, help="sets the mean number of text tokens")
     workload.add_argument("--output", type=float, default=200, help="sets the mean number of output tokens")
     workload.add_argument("--burstiness", type=float, default=1.0, help="sets the variation of gaps; 1 is Poisson")
     workload.add_argument("--turns", type=float, default=1.0, help="sets the mean number of turns of a conversation")
     workload.add_argument("--shared-media", type=float, default=0.0, help="sets the share of media that repeat")
-    workload.add_argument("--trace", type=Path, help="reads Azure's CSV or a folder of ServeGen's clients instead")
-    workload.add_argument("--trace-requests", type=int, default=0, help="limits the requests of the trace")
-    workload.add_argument("--trace-speed-up", type=float, default=1.0, help="divides the times of the trace")
-    workload.add_argument("--trace-picture", default="image", help="names the medium for the pictures of the trace")
-    run.add_argument("--single-steps", action="store_true", help="plans every decode step by itself")
 
 
 def simulate(arguments: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@
     recovery        how soon predictions are right again after costs change
     isolation       text alone, and the same text with pictures and videos on top
     autoscaling     five times the pictures on a cluster that scales its pools, beside the same texts without them
+    sizing          how many encoders some mixes need beside a number of workers
     large           two large clusters, with the time that their simulations take
 
 Every comparison runs the same requests. The module knows nothing of how a run works or of how results are shown.
@@ -27,6 +28,7 @@ from fabric.contracts import RequestId
 from loadtest.bench_result import Bar
 from loadtest.report_page import Percentiles, Plot, Table
 from loadtest.simulator.choice_curve import LOADS, curve_parts, curve_points
+from loadtest.simulator.cluster_size import LOAD, SizeGoal, SizingResult, size_cases
 from loadtest.simulator.cost_tables import load_table
 from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import POLICIES, SEQUENTIAL, FixedPolicy
@@ -424,6 +426,44 @@ def autoscaling(scale: ChoiceScale, scenario: BurstScenario | None = None) -> Ex
     )
 
 
+# ---------------------------------------------------------------- sizes
+
+
+def sizing(scale: ChoiceScale, goal: SizeGoal | None = None) -> Experiment:
+    """Counts the encoders that several mixes need beside the workers of the scale, whose members are all alike."""
+    goal = goal or SizeGoal()
+    settings = replace(scale.settings(), num_encoders=1)
+    workload = WorkloadSpec(scale.num_requests, 1.0, mean_prompt=600)
+    results = size_cases(settings, workload, goal, scale.num_processes)
+    rows = [
+        ["hardware", "mix", "requests/s", "encoders", "at least", "met", "media TTFT (ms)", "encoders busy", "one less"]
+    ]
+    rows += [_sizing_row(one) for one in results]
+    most = max(one.smallest.num_encoders / max(one.least_encoders, 1) for one in results)
+    bar = Bar("encoders, over those that the work of the mix fills", most, 2.0, "times", is_max=True)
+    text = (
+        f"Encoders beside {scale.num_workers} workers at {LOAD:.0%} of what these bear, so that {goal.share:.0%} of "
+        f"the texts and of the requests with media have their first token within {goal.ttft_s:g} s and further ones "
+        f"{goal.tpot_s:g} s apart. `at least` counts the encoders that the work would fill; the last column is the "
+        f"share of requests in time with one encoder less. {scale.num_requests:,} requests each."
+    )
+    return Experiment("sizing", (text, rows), (bar,))
+
+
+def _sizing_row(one: SizingResult) -> list[str]:
+    return [
+        one.hardware.name,
+        one.case.name,
+        f"{one.rate:.1f}",
+        str(one.smallest.num_encoders),
+        str(one.least_encoders),
+        f"{one.smallest.share_met:.1%}",
+        f"{one.smallest.media_ttft_ms:.0f}",
+        f"{one.smallest.encoder_busy:.0%}",
+        "-" if one.one_less is None else f"{one.one_less.share_met:.1%}",
+    ]
+
+
 # ---------------------------------------------------------------- large clusters
 
 
@@ -500,7 +540,8 @@ EXPERIMENTS: Mapping[str, Callable[[ChoiceScale], Experiment]] = {
     "recovery": recovery,
     "isolation": isolation,
     "autoscaling": autoscaling,
+    "sizing": sizing,
     "large": large,
 }
-ONLY_BY_NAME = ("autoscaling", "large")
+ONLY_BY_NAME = ("autoscaling", "sizing", "large")
 """Lists the experiments that run only if they are named, because they take long."""

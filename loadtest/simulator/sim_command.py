@@ -1,4 +1,4 @@
-"""Carries out the commands of `weft simulate`: runs, figures and comparisons.
+"""Carries out the commands of `weft simulate`: runs, figures, comparisons and sizes.
 
 Each prints tables and bars, or with `--json` its bars and nothing else, and writes its result with machine and commit
 to `loadtest/results/`, and with `--report` a page. The module knows nothing of how a simulation works.
@@ -16,6 +16,7 @@ from fabric.contracts import ConfigError
 from loadtest.bench_result import Bar, BenchResult, commit, machine, publish, render_table
 from loadtest.report_page import Plot, Table, write_report
 from loadtest.simulator.choice import EXPERIMENTS, LARGE_RUNS, MIX, ONLY_BY_NAME, ChoiceScale, Experiment, LargeRun
+from loadtest.simulator.cluster_size import SIZE_HEADINGS, SizeGoal, SizeSearch, size_row
 from loadtest.simulator.cost_tables import load_table
 from loadtest.simulator.document_figures import FIGURES, DocumentFigure
 from loadtest.simulator.faults import parse_fault
@@ -29,7 +30,7 @@ from loadtest.simulator.workloads import WorkloadSpec, parse_mix
 
 def carry_out_command(arguments: argparse.Namespace) -> int:
     """Carries out a parsed command, and returns 0."""
-    {"run": _run, "figures": _figures, "choice": _choice}[arguments.simulation](arguments)
+    {"run": _run, "figures": _figures, "choice": _choice, "size": _size}[arguments.simulation](arguments)
     return 0
 
 
@@ -95,17 +96,7 @@ def runs_of(arguments: argparse.Namespace) -> list[SimRun]:
         is_fast=not arguments.single_steps,
         faults=tuple(map(parse_fault, arguments.fault)),
     )
-    known = {kind: share for kind, share in MIX.items() if kind.partition("*")[0] in {"text", *settings.table.media}}
-    workload = WorkloadSpec(
-        arguments.requests,
-        arguments.rate or 1.0,
-        parse_mix(arguments.mix) if arguments.mix else known,
-        burstiness=arguments.burstiness,
-        mean_prompt=arguments.prompt,
-        mean_output=arguments.output,
-        mean_turns=arguments.turns,
-        shared_media=arguments.shared_media,
-    )
+    workload = _workload_of(arguments, settings)
     if not arguments.rate:
         workload = at_load(settings, workload, arguments.load)
     options = TraceOptions(
@@ -122,11 +113,71 @@ def runs_of(arguments: argparse.Namespace) -> list[SimRun]:
     return runs
 
 
+def _workload_of(arguments: argparse.Namespace, settings: ClusterSettings) -> WorkloadSpec:
+    """Returns the workload of the options, with a rate of 1 where they state none."""
+    known = {kind: share for kind, share in MIX.items() if kind.partition("*")[0] in {"text", *settings.table.media}}
+    return WorkloadSpec(
+        arguments.requests,
+        arguments.rate or 1.0,
+        parse_mix(arguments.mix) if arguments.mix else known,
+        burstiness=arguments.burstiness,
+        mean_prompt=arguments.prompt,
+        mean_output=arguments.output,
+        mean_turns=arguments.turns,
+        shared_media=arguments.shared_media,
+    )
+
+
 def _factors(text: str) -> tuple[float, ...]:
     try:
         return tuple(float(factor) for factor in text.split(",") if factor)
     except ValueError as error:
         raise ConfigError(f"{text!r} is no list of factors; write for example 1,1,2") from error
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def _size(arguments: argparse.Namespace) -> None:
+    """Prints the smallest cluster for a workload, and its neighbours."""
+    settings = ClusterSettings(
+        load_table(arguments.table),
+        1,
+        1,
+        seed=arguments.seed,
+        block_size=arguments.block_size,
+        num_blocks=arguments.blocks,
+        worker_slowness=_factors(arguments.slow_workers),
+        encoder_slowness=_factors(arguments.slow_encoders),
+    )
+    goal = SizeGoal(arguments.slo_ttft, arguments.slo_tpot, arguments.share)
+    search = SizeSearch(settings, _workload_of(arguments, settings), goal, arguments.seed, arguments.processes)
+    smallest = search.smallest()
+    workers, encoders = smallest.num_workers, smallest.num_encoders
+    has_media = encoders > 0
+    neighbours = [(workers, encoders + 1), (workers + 1, encoders)] if has_media else [(workers + 1, 0)]
+    neighbours += [(workers, encoders - 1)] if encoders > 1 else []
+    neighbours += [(workers - 1, encoders)] if workers > 1 else []
+    search.at(*neighbours)
+    rows = [list(SIZE_HEADINGS), *(size_row(one) for _, one in sorted(search.figures.items()))]
+    told = (
+        f"{_members(workers, encoders)} serve {arguments.rate:g} requests/s: {smallest.share_met:.1%} have "
+        f"their first token within {goal.ttft_s:g} s and further ones {goal.tpot_s:g} s apart (asked: "
+        f"{goal.share:.0%} of the texts, and of the requests with media)"
+    )
+    floor = (
+        f"the work alone would fill {_members(search.least_workers, search.least_encoders)}; costs of "
+        f"{settings.table.source}"
+    )
+    people = sys.stderr if arguments.json else sys.stdout
+    print(render_table(rows), told, floor, sep="\n\n", file=people)
+    _report(arguments, "Size of a cluster", [told, rows, floor, *settings.table.assumed])
+    if arguments.json:
+        print(json.dumps({"simulate": "size", **smallest._asdict()}))
+
+
+def _members(workers: int, encoders: int) -> str:
+    return f"{workers} worker{'s' * (workers != 1)} and {encoders} encoder{'s' * (encoders != 1)}"
 
 
 # ---------------------------------------------------------------- figures and comparisons
