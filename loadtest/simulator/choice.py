@@ -439,7 +439,8 @@ def sizing(scale: ChoiceScale, goal: SizeGoal | None = None) -> Experiment:
         ["hardware", "mix", "requests/s", "encoders", "at least", "met", "media TTFT (ms)", "encoders busy", "one less"]
     ]
     rows += [_sizing_row(one) for one in results]
-    most = max(one.smallest.num_encoders / max(one.least_encoders, 1) for one in results)
+    found = [(one.smallest.num_encoders, max(one.least_encoders, 1)) for one in results if one.smallest is not None]
+    most = max(encoders / least for encoders, least in found)
     bar = Bar("encoders, over those that the work of the mix fills", most, 2.0, "times", is_max=True)
     text = (
         f"Encoders beside {scale.num_workers} workers at {LOAD:.0%} of what these bear, so that {goal.share:.0%} of "
@@ -451,10 +452,11 @@ def sizing(scale: ChoiceScale, goal: SizeGoal | None = None) -> Experiment:
 
 
 def _sizing_row(one: SizingResult) -> list[str]:
+    row = [one.hardware.name, one.case.name, f"{one.rate:.1f}"]
+    if one.smallest is None:
+        return [*row, "none meets it", str(one.least_encoders), "-", "-", "-", "-"]
     return [
-        one.hardware.name,
-        one.case.name,
-        f"{one.rate:.1f}",
+        *row,
         str(one.smallest.num_encoders),
         str(one.least_encoders),
         f"{one.smallest.share_met:.1%}",

@@ -2,8 +2,9 @@
 `sizing`.
 
 A `SizeGoal` says what fast means. `SizeSearch` simulates clusters of one workload and finds the fewest workers, and
-then the fewest encoders, that meet the goal. It begins with the members that the work would fill (`sim_runs.LeastWork`), and
-adds one after the other. The module knows nothing of how a run works or of how results are shown.
+then the fewest encoders, that meet the goal. It begins with the members that the work would fill, which
+`sim_runs.LeastWork` counts, adds one after the other, and takes encoders away that batching makes unnecessary. The
+module knows nothing of how a run works or of how results are shown.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class SizeSearch:
         self.least_workers = max(1, math.ceil(workload.rate / capacity(one_worker, workload)))
         """Counts the workers that compute the workload when none of their time is lost."""
         self.least_encoders = math.ceil(workload.rate * work.encode_s / num_full_encoders(one_encoder))
-        """Counts the encoders that encode it one item at a time; 0 if it has no media."""
+        """Counts the encoders that encode it one item at a time; 0 if it has no media. Batches may do with fewer."""
 
     @property
     def figures(self) -> Mapping[tuple[int, int], SizeFigures]:
@@ -137,7 +138,13 @@ class SizeSearch:
         no number meets the goal."""
         if not self.least_encoders:
             return self._first(num_workers, "workers", lambda number: (number, 0), most=num_workers)
-        return self._first(self.least_encoders, "encoders", lambda number: (num_workers, number))
+        found = self._first(self.least_encoders, "encoders", lambda number: (num_workers, number))
+        while found.num_encoders > 1:
+            (fewer,) = self.at((num_workers, found.num_encoders - 1))
+            if not fewer.is_met:
+                break
+            found = fewer
+        return found
 
     def _first(
         self, least: int, what: str, size_of: Callable[[int], tuple[int, int]], most: int | None = None
@@ -207,7 +214,7 @@ HARDWARE = (
     SizingHardware("a model of 70B, a seventh of a GPU per encoder", 1.0, 7.0),
     SizingHardware("workers five times as fast, a whole GPU per encoder", 0.2, 1.0),
 )
-LOAD = 0.7
+LOAD = 0.5
 """The rate of a case is this share of what the workers bear, as `sim_runs.capacity` counts it."""
 
 
@@ -218,7 +225,8 @@ class SizingResult(NamedTuple):
     hardware: SizingHardware
     rate: float
     least_encoders: int
-    smallest: SizeFigures
+    smallest: SizeFigures | None
+    """Holds None if no number of encoders meets the goal."""
     one_less: SizeFigures | None
     """Holds the figures with one encoder less; None if there would be none."""
 
@@ -239,7 +247,11 @@ def size_cases(
             mixed = replace(workload, kind_to_share=case.kind_to_share)
             rate = LOAD * capacity(replace(own, num_encoders=0), mixed)
             search = SizeSearch(own, replace(mixed, rate=rate), goal, settings.seed, num_processes)
-            smallest = search.with_fewest_encoders(settings.num_workers)
+            try:
+                smallest = search.with_fewest_encoders(settings.num_workers)
+            except ConfigError:
+                results.append(SizingResult(case, kind, rate, search.least_encoders, None, None))
+                continue
             fewer = smallest.num_encoders - 1
             one_less = search.at((settings.num_workers, fewer))[0] if fewer else None
             results.append(SizingResult(case, kind, rate, search.least_encoders, smallest, one_less))
