@@ -36,7 +36,7 @@ REASON_TO_SIGN = {
     "needs several machines": r"\b10\.\d+\.\d+\.\d+|--master|FIRST-MACHINE|weft node start|\bssh\b",
     "needs a Ray that runs already": r"\b(ray|serve) (status|stop|deploy|start)\b",
     "needs a GPU": r"nvidia-smi|device: cuda|--gpus|\bcuda\b",
-    "needs RDMA devices": r"\b(ibstat|ibv_\w+|ib_\w+|ucx_info|ucx_perftest|rdma)\b",
+    "needs RDMA devices": r"\b(ibstat|ibv_\w+|ib_\w+|ucx_info|show_gids|infiniband)\b",
     "needs a model of your own": r"/models/|--model DIR",
     "needs a terminal": r"\bweft (chat|top)\b",
     "needs root": r"/etc/|\bsysctl\b|\bulimit -l unlimited|\bprlimit\b|\bapt-get\b",

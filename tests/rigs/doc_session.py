@@ -50,6 +50,7 @@ class PageSession(contextlib.ExitStack):
         self._folder = folder
         self._cluster = cluster
         self._served = self.enter_context(contextlib.ExitStack())
+        self._file_to_text: dict[str, str] = {}
         self._furnish()
 
     def _furnish(self) -> None:
@@ -73,12 +74,10 @@ class PageSession(contextlib.ExitStack):
         (self._folder / "notes.txt").write_text("two\n")
 
     def save(self, block: DocBlock) -> None:
-        """Saves a block in the file that its mark names."""
+        """Saves a block in the file that its mark names. Commands that run later find the address of the present
+        cluster in it."""
         assert block.file is not None
-        path = self._folder / block.file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        path.write_text(block.text)
+        self._file_to_text[block.file] = block.text
 
     def run(self, block: DocBlock) -> str:
         """Runs a block, and returns what it wrote to standard output. Raises AssertionError if a command fails."""
@@ -97,6 +96,7 @@ class PageSession(contextlib.ExitStack):
         (words,) = commands_in(command)
         sections: dict[str, object] = {}
         if "--config" in words:
+            self._write_files()
             sections = yaml.safe_load((self._folder / words[words.index("--config") + 1]).read_text())
         sections["server"] = dict(sections.get("server") or {}) | {"port": 0, "host": "127.0.0.1"}
         self._served.close()
@@ -108,6 +108,7 @@ class PageSession(contextlib.ExitStack):
         for pattern, shorter in SHORTER:
             text = re.sub(pattern, shorter, text)
         text = text.replace(ADDRESS, self._cluster.url)
+        self._write_files()
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", text],
             cwd=self._folder,
@@ -123,6 +124,12 @@ class PageSession(contextlib.ExitStack):
         )
         assert done.returncode == 0, told
         return done.stdout
+
+    def _write_files(self) -> None:
+        for name, text in self._file_to_text.items():
+            path = self._folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text.replace(ADDRESS, self._cluster.url))
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "GIT_"))}
