@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards dashboard-pictures prometheus prometheus-if-there-is explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards dashboard-pictures prometheus prometheus-if-there-is chromium chromium-if-there-is explore coverage house mutants bench clients demo-model clean
 
 install: $(STAMP)
 
@@ -65,6 +65,18 @@ $(PROMTOOL):
 	mkdir -p build/prometheus
 	cd build/prometheus && (apt-get download -q prometheus || (apt-get update -q && apt-get download -q prometheus)) \
 	  && dpkg -x prometheus_*.deb .
+
+# Chromium, for the tests of pages, which are skipped without it. A machine that has one keeps using that.
+CHROMIUM := build/chromium/usr/lib/chromium/chromium
+chromium: $(CHROMIUM)
+$(CHROMIUM):
+	sh tests/rigs/get_chromium.sh build/chromium
+
+e2e: | chromium-if-there-is
+chromium-if-there-is:
+	@test -n "$$WEFT_CHROMIUM" || command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	  test -x $(CHROMIUM) || ! command -v apt-get >/dev/null || \
+	  $(MAKE) --no-print-directory -s chromium || echo "Chromium can't be had; the tests of pages are skipped"
 
 unit small e2e: | prometheus-if-there-is
 prometheus-if-there-is:

@@ -501,6 +501,7 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
         keys_file=config.access.keys_file,
         operator_digests=config.access.operator_key_digests,
         allowed_hosts=allowed_hosts(config),
+        has_console=config.access.console,
         allowed_origins=tuple(origin.lower() for origin in config.access.allowed_origins),
         rate_burst_s=config.access.burst_s,
         tracing=tracing_settings(config),

@@ -74,7 +74,7 @@ SECTION_TO_LIVE_KEYS: Mapping[str, tuple[str, ...]] = {
         "headers_file",
         "timeout_s",
     ),
-    "access": ("keys_file", "operator_key_digests", "allowed_hosts"),
+    "access": ("keys_file", "operator_key_digests", "allowed_hosts", "console"),
     "logging": ("level", "levels"),
 }
 """Maps a section to its keys that may change while the cluster serves."""

@@ -42,6 +42,9 @@ class AccessSection(Section):
     )
     """Lists the sites, such as `https://chat.example.com`, whose pages may send requests and read the answers; `*`
     allows all. Pages of the cluster itself always may."""
+    console: bool = default_of(RouterConfig, "has_console")
+    """Says whether routers serve the console, a page for people, at `/console`. The page itself needs no key; what it
+    shows of the cluster needs an operator's, if keys are asked for."""
     burst_s: float = Field(default_of(RouterConfig, "rate_burst_s"), ge=1, le=3600)
     """A quota per minute lets through what it gives in this many seconds at once. A smaller number spreads requests
     more evenly, and refuses more of them."""

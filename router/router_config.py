@@ -219,6 +219,8 @@ class RouterConfig:
     shows_members: bool = True
     """Says whether the router's metrics contain the series of workers and encoders. In a large cluster each member
     shows its own."""
+    has_console: bool = True
+    """Says whether the router serves the console, a page for people."""
     tracing: TracingSettings = field(default_factory=TracingSettings)
     max_traces: int = 256
     max_trace_events: int = 512

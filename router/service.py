@@ -49,18 +49,23 @@ from router.fetch_log import FetchLog
 from router.leaving_members import LeavingMembers
 from router.member_feeds import MemberFeeds
 from router.observe import (
+    MAX_LINKS,
     ClusterMetrics,
     MemberReports,
     MembershipSeries,
+    PictureParts,
     PlannerSeries,
     RequestTrace,
     RouterMetrics,
     SpanExport,
     TraceRing,
     TraceSearch,
+    listed_members,
+    picture_of,
+    scrape_targets,
 )
 from router.peer_feed import PeerFeed
-from router.planning import ClusterState, SavedCosts
+from router.planning import ClusterState, SavedCosts, member_links, member_standings
 from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest, check_not_empty, media_seconds
 from router.router_config import Policy, RouterConfig
 from router.run import (
@@ -137,7 +142,7 @@ class RouterService:
         self._feeds = MemberFeeds(self._context)
         self._peer_feed = PeerFeed(member_id, plane, self._context.cluster, clock)
         self.search = TraceSearch(member_id, plane.address, self.traces, plane.send)
-        self.reports = MemberReports()
+        self.reports = MemberReports(config.shows_members)
         self.reports.own_process = member_id, ProcessMeter(clock).read
         self._membership = MembershipSeries(config.kind_to_expected)
         for series in (self.reports, self._membership, PlannerSeries(self._context.cluster), self.spans):
@@ -304,20 +309,32 @@ class RouterService:
         """Lists the routers of the cluster in the same way, this one included."""
         return listed_members(each for each in self._members if each.kind == "router")
 
+    def picture(self) -> dict[str, object]:
+        """Returns what every member does at this moment, as far as this router knows, and its own load."""
+        context, now = self._context, self._context.clock.now()
+        columns = context.cluster.columns(now)
+        parts = PictureParts(
+            context.members.values(),
+            self.reports.workers,
+            self.reports.encoders,
+            member_standings(columns, now),
+            member_links(columns, MAX_LINKS),
+        )
+        own = {
+            "model": self.config.model_name,
+            "version": self.config.version,
+            "router_id": context.member_id,
+            "num_in_flight": self.admission.num_in_flight,
+            "num_waiting": self._gate.num_waiting,
+            "routers": self.routers(),
+        }
+        return own | picture_of(parts)
+
     def prometheus_targets(self) -> list[dict[str, object]]:
         """Lists what answers `GET /metrics` besides the routers' own server, as Prometheus' HTTP service discovery
         expects it: the scrape endpoint of each node if the config gives them a port, and otherwise each worker and
         encoder."""
-        shown = sorted((each for each in self._members if each.http_address), key=lambda each: each.member_id)
-        if self.config.metrics_port:
-            hosts = sorted({each.http_address.rpartition(":")[0] for each in shown})
-            labels = {"cluster": self.config.cluster_name}
-            return [{"targets": [f"{host}:{self.config.metrics_port}"], "labels": labels} for host in hosts]
-        return [
-            {"targets": [each.http_address], "labels": {"weft_kind": each.kind, "weft_member": each.member_id}}
-            for each in shown
-            if each.kind != "router"
-        ]
+        return scrape_targets(self._members, self.config.metrics_port, self.config.cluster_name)
 
     def own_exposition(self) -> bytes:
         """Returns this router's own series in Prometheus text format."""
@@ -465,8 +482,7 @@ class RouterService:
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)
-        may_see_all = terms.caller.is_operator or self.keys.is_open
-        stream.record = trace.to_json if may_see_all else trace.public_json
+        stream.record = trace.to_json if self._may_see_all(terms.caller) else trace.public_json
         stream.num_prompt_scores = num_prompt_scores(draft.request, len(prompt.token_ids))
         num_top = draft.request.num_top_logprobs
         stream.scores_per_token = 0 if num_top is None else 1 + num_top
@@ -481,6 +497,9 @@ class RouterService:
         self._runs[request_id] = run
         run.start(admitted_at_s, on_end=lambda: self._ended(request_id, own))
         return stream
+
+    def _may_see_all(self, caller: Caller) -> bool:
+        return caller.is_operator or self.keys.is_open
 
     def _observe_media(self, draft: Draft, prompt: Prompt) -> None:
         items = Counter(item.modality for item in prompt.media)
@@ -503,6 +522,7 @@ class RouterService:
         host, num_events = context.machine_of(context.member_id), self.config.max_trace_events
         trace = RequestTrace(ticket.request_id, context.member_id, context.clock, num_events, host, self.wall_time())
         trace.span = ticket.span
+        trace.keeps_pairs = request.wants_pairs and self._may_see_all(ticket.caller)
         trace.add("received")
         trace.note(label=label, model=request.model, num_choices=request.num_choices, is_streamed=bool(request.stream))
         self.traces.put(trace)
@@ -554,8 +574,7 @@ class RouterService:
         if member_id not in context.members:
             return
         if isinstance(message, (WorkerReport, EncoderReport)):
-            if self.config.shows_members:
-                self.reports.put(message)
+            self.reports.put(message)
             self._feeds.took_report(message)
             if isinstance(message, WorkerReport) and message.is_lost:
                 context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
@@ -567,12 +586,6 @@ class RouterService:
             self._feeds.want_snapshot(lagging)
         if isinstance(message, WorkerReport):
             self._gate.blocks_freed()
-
-
-def listed_members(members: Iterable[Member]) -> list[dict[str, object]]:
-    fields = ("member_id", "kind", "host", "pid", "epoch", "config_flaw")
-    named = sorted(members, key=lambda member: (member.kind, member.member_id))
-    return [{field: getattr(each, field) for field in fields} for each in named]
 
 
 def wanted_policy(request: PromptRequest) -> Policy | None:

@@ -148,8 +148,16 @@ class ChunkWriter:
         return sse_event(self._head | whole)
 
 
-def model_object(name: str, created: int, max_model_len: int) -> dict[str, object]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "weft", "max_model_len": max_model_len}
+def model_object(name: str, created: int, max_model_len: int, modalities: Sequence[str]) -> dict[str, object]:
+    """Returns the model as a list of models has it. `modalities` names the media that it takes here, beside text."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "weft",
+        "max_model_len": max_model_len,
+        "input_modalities": ["text", *modalities],
+    }
 
 
 def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:

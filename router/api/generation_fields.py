@@ -47,6 +47,8 @@ class WeftOptions(BaseModel):
     router predicts a later first token is refused at once (429)."""
     explain: bool = False
     """Asks for the record of the request (`GET /weft/requests/{id}`) in the answer."""
+    keep_pairs: bool = False
+    """Asks that the record has the score of every pair of a worker and an encoder, if the client may see them."""
 
 
 class GenerationFields(BaseModel):
@@ -159,6 +161,10 @@ class GenerationFields(BaseModel):
     @property
     def wants_explanation(self) -> bool:
         return self.weft is not None and self.weft.explain
+
+    @property
+    def wants_pairs(self) -> bool:
+        return self.weft is not None and self.weft.keep_pairs
 
     @property
     def ignored_fields(self) -> list[str]:

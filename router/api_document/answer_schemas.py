@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from router.api_document.request_schemas import Schema, ref
+from router.observe import ENCODER_NUMBERS, WORKER_NUMBERS
 
 TEXT: Schema = {"type": "string"}
 NUMBER: Schema = {"type": "number"}
@@ -226,8 +227,35 @@ def _verbose_transcript() -> Schema:
     return closed(fields | {"usage": usage}, about="The answer in the format `verbose_json`.")
 
 
+def _picture(member: dict[str, Schema]) -> Schema:
+    standing = {
+        "member_id": TEXT,
+        "host": TEXT,
+        "modalities": array(TEXT),
+        "state": one_of_values("there", "excluded", "leaving"),
+        "report_age_s": {"type": ["number", "null"]},
+        "num_open": COUNT,
+    }
+    number: Schema = {"type": ["number", "null"]}
+    link = {"encoder_id": TEXT, "worker_id": TEXT, "link": TEXT}
+    return closed(
+        {
+            "model": TEXT,
+            "version": TEXT,
+            "router_id": TEXT,
+            "num_in_flight": COUNT,
+            "num_waiting": COUNT,
+            "routers": array(closed(member)),
+            "encoders": array(closed(standing | dict.fromkeys(ENCODER_NUMBERS, number))),
+            "workers": array(closed(standing | dict.fromkeys(WORKER_NUMBERS, number))),
+            "links": array(closed(link)),
+        }
+    )
+
+
 def _cluster() -> dict[str, Schema]:
     model = {"id": TEXT, "object": const("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT}
+    model["input_modalities"] = array(TEXT)
     ready = {
         "status": one_of_values("ready", "waiting", "draining"),
         "num_workers": COUNT,
@@ -244,6 +272,7 @@ def _cluster() -> dict[str, Schema]:
         "Liveness": closed({"status": one_of_values("ok", "dead")}, {"message": TEXT}),
         "Readiness": closed(ready),
         "Members": closed({"version": TEXT, "members": array(closed(member)), "routers": array(closed(member))}),
+        "ClusterPicture": _picture(member),
         "PrometheusTargets": array(target),
         "RequestList": closed({"requests": array(summary), "routers_without_answer": array(TEXT)}),
         "SpanFile": closed({"traceEvents": array(OPEN), "displayTimeUnit": {"const": "ms"}}),

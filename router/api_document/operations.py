@@ -299,7 +299,9 @@ def _cluster() -> list[Operation]:
     spans = "Returns what all parts did for the latest requests, or for one, as spans in the form that Perfetto opens."
     few = _query("seconds", "Takes the requests that came within this many seconds; 60 by default.", SECONDS)
     one = _query("request_id", "Takes this request alone, by its id or that of its completion.", {"type": "string"})
+    picture = "Says what every worker and encoder does at this moment, as far as this router knows."
     return [
+        _operator("/weft/cluster", "getCluster", tag, "See the cluster", picture, "ClusterPicture"),
         _operator("/metrics", "metrics", tag, "Read the metrics", exposition, "")._replace(answers={TEXT_TYPE: ""}),
         _operator(
             "/weft/members", "listMembers", tag, "List the members", "Lists workers, encoders and routers.", "Members"
@@ -325,7 +327,15 @@ def _cluster() -> list[Operation]:
 def _document() -> list[Operation]:
     tag = "Document"
     page = _read("/docs", "docs", tag, "Read the API's page", "Shows this document as a page.", "")
+    console = "Shows a page on which people talk with the model and see where requests lose their time."
+    off = "It needs no key. The operator may turn the console off; then there is no such path."
+    parts, part = "Returns one of the files that the page loads.", _path_parameter("name", "The name of the file.")
+    shown = _read("/console", "console", tag, "Open the console", f"{console} {off}", "", "open")
+    file = _read("/console/{name}", "consoleFile", tag, "Load a part of the console", parts, "", "open")
+    types = {"text/javascript": "", "text/css": "", "image/svg+xml": ""}
     return [
+        shown._replace(answers={HTML_TYPE: ""}, errors=(ModelNotFound,)),
+        file._replace(answers=types, parameters=[part], errors=(ModelNotFound,)),
         _read("/openapi.json", "openapi", tag, "Read the API's document", "Returns this document.", "OpenApiDocument"),
         page._replace(answers={HTML_TYPE: ""}),
     ]

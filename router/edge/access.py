@@ -1,8 +1,8 @@
 """Decides who may use which route: `AccessControl` is ASGI middleware around the whole app, so that no route can
 forget to ask for a key.
 
-Paths of health need no key, `/metrics` and everything below `/weft` need an operator's, and every other path (also one
-that does not exist) needs any key. The key is checked before a byte of the body is read.
+Paths of health and the files of the console need no key, `/metrics` and everything below `/weft` need an operator's,
+and every other path (also one that does not exist) needs any key. The key is checked before a byte of the body is read.
 A cluster without keys refuses what browsers send for pages of other sites instead. The answers to callers with quotas
 get their `x-ratelimit-*` headers here. The module knows nothing of what a route does.
 """
@@ -28,6 +28,9 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """These paths need no key, because the system that runs the process must be able to ask whether it lives."""
 DOCUMENT_PATHS = frozenset({"/openapi.json", "/docs"})
 """These paths describe the API to people, for any key."""
+CONSOLE_PATH = re.compile(r"/console(?:/[^/]+)?")
+"""Matches the files of the console, which are the same for everybody and say nothing of the cluster. They need no key,
+because a browser can't send one with the address that a person types."""
 OPERATOR_PATH = re.compile(r"/(?:metrics|weft)(?:/.*)?", re.DOTALL)
 """Matches the paths that show what other tenants do."""
 CLIENT_LABEL = re.compile(r"[A-Za-z0-9_.:@/+=-]{1,128}")
@@ -63,8 +66,10 @@ class AccessControl:
                 if not self._service.keys.asks_for_keys:
                     config = self._service.config
                     check_site(scope, config.allowed_hosts, config.allowed_origins)
-                caller = self._service.keys.find(sent_key(scope))
+                if not CONSOLE_PATH.fullmatch(scope["path"]):
+                    caller = self._service.keys.find(sent_key(scope))
                 if OPERATOR_PATH.fullmatch(scope["path"]):
+                    assert caller is not None, "an operator's path is no file of the console"
                     check_operator(caller)
         except WeftError as error:
             if scope["method"] == "POST":

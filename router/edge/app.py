@@ -9,14 +9,12 @@ The module makes no decisions, and knows nothing of workers or attempts.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-import msgspec
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -43,6 +41,7 @@ from router.api import (
 )
 from router.edge.access import CLIENT_LABEL, AccessControl, caller_of
 from router.edge.answers import AnswerTools, AnswerWriter
+from router.edge.cluster_routes import ClusterEdge
 from router.edge.connection import (
     AccessLog,
     ClientWatch,
@@ -52,20 +51,20 @@ from router.edge.connection import (
     note_failure,
     read_body,
 )
+from router.edge.console_routes import ConsoleEdge
 from router.edge.cross_site import BodyType, check_content_type, shared_with_sites
 from router.edge.document_routes import DocumentEdge
 from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
 from router.edge.event_stream import EventStream
-from router.edge.request_pages import PAGE_HEADERS, request_page, requests_page
+from router.edge.plain_answers import answer_json, echo
 from router.edge.route_table import RouteTable
 from router.edge.tickets import Tickets
 from router.edge.whole_answer import WholeAnswer
-from router.observe import Found, RequestFilter, beside, chrome_trace, read_traceparent
+from router.observe import beside, read_traceparent
 from router.prompt import PromptRequest
 from router.run import JoinedStreams, RequestStream, Ticket, check_tenant
 from router.service import RouterService
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 EMBEDDED_AT_ONCE = 16
 """A request for many embeddings has this many of them computed at once, so that it leaves places to others."""
 SCORES_IN_LOOP = 512
@@ -77,7 +76,8 @@ ROUTE_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 def create_api(service: RouterService) -> FastAPI:
     """Returns the routes of one router and their handlers."""
-    edge, document = HttpEdge(service), DocumentEdge(service)
+    edge, cluster = HttpEdge(service), ClusterEdge(service)
+    console, document = ConsoleEdge(service), DocumentEdge(service)
     api = FastAPI(title="Weft", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ("POST", "/v1/chat/completions", edge.chat_completions),
@@ -89,17 +89,20 @@ def create_api(service: RouterService) -> FastAPI:
         ("POST", "/detokenize", edge.detokenize),
         ("GET", "/v1/models", edge.models),
         ("GET", "/v1/models/{model_id:path}", edge.model),
-        ("GET", "/health", edge.live),
-        ("GET", "/health/live", edge.live),
-        ("GET", "/health/ready", edge.ready),
-        ("GET", "/metrics", edge.metrics),
-        ("GET", "/weft/members", edge.members),
-        ("GET", "/weft/prometheus-targets", edge.prometheus_targets),
-        ("GET", "/weft/requests", edge.requests),
-        ("GET", "/weft/requests/{request_id}", edge.trace),
-        ("GET", "/weft/spans", edge.spans),
+        ("GET", "/health", cluster.live),
+        ("GET", "/health/live", cluster.live),
+        ("GET", "/health/ready", cluster.ready),
+        ("GET", "/metrics", cluster.metrics),
+        ("GET", "/weft/cluster", cluster.picture),
+        ("GET", "/weft/members", cluster.members),
+        ("GET", "/weft/prometheus-targets", cluster.prometheus_targets),
+        ("GET", "/weft/requests", cluster.requests),
+        ("GET", "/weft/requests/{request_id}", cluster.trace),
+        ("GET", "/weft/spans", cluster.spans),
         ("GET", "/openapi.json", document.as_json),
         ("GET", "/docs", document.as_page),
+        ("GET", "/console", console.page),
+        ("GET", "/console/{name}", console.part),
     ]
     for method, path, handler in routes:
         api.add_route(path, handler, methods=[method])
@@ -427,139 +430,9 @@ class HttpEdge:
         return answer_json(request, self._model())
 
     def _model(self) -> dict[str, object]:
-        return model_object(self._service.config.model_name, self._created, self._service.family.shape.max_model_len)
-
-    async def live(self, request: Request) -> Response:
-        """Reports whether the process can serve; answers 503 if it should be replaced."""
-        try:
-            self._service.check_health()
-        except WeftError as error:
-            return answer_json(request, {"status": "dead", "message": error.message}, 503)
-        return answer_json(request, {"status": "ok"})
-
-    async def ready(self, request: Request) -> Response:
-        """Reports whether requests can be served; answers 503 while a worker or a needed encoder is missing."""
-        is_ready, state = self._service.readiness()
-        return answer_json(request, state, 200 if is_ready else 503)
-
-    async def metrics(self, request: Request) -> Response:
-        text = await self._service.metrics_exposition()
-        return Response(text, media_type=METRICS_TYPE, headers=echo(request))
-
-    async def prometheus_targets(self, request: Request) -> Response:
-        """Lists the members for Prometheus' HTTP service discovery."""
-        return answer_json(request, self._service.prometheus_targets())
-
-    async def members(self, request: Request) -> Response:
-        """Lists the workers and encoders that this router plans with, all routers, and the version of this one."""
         service = self._service
-        known = {"version": service.config.version, "members": service.members(), "routers": service.routers()}
-        return answer_json(request, known)
-
-    async def requests(self, request: Request) -> Response:
-        """Lists the latest requests of all routers, the newest first, as JSON or as a page."""
-        try:
-            wanted = wanted_requests(request)
-            is_page = wants_page(request)
-        except WeftError as error:
-            return self._refusal(request, error, echo(request))
-        found = await self._service.search.latest(wanted)
-        if is_page:
-            return answer_page(request, requests_page(found.records, msgspec.to_builtins(wanted), found.silent))
-        return answer_json(request, {"requests": found.records, "routers_without_answer": found.silent})
-
-    async def trace(self, request: Request) -> Response:
-        """Returns the record of a recent request, whichever router ran it, by the request's id or by the id of its
-        completion, as JSON or as a page."""
-        name = str(request.path_params["request_id"])
-        is_named_page = name.endswith(".html")
-        name = bare_id(name.removesuffix(".html"))
-        try:
-            is_page = is_named_page or wants_page(request)
-        except WeftError as error:
-            return self._refusal(request, error, echo(request))
-        found = await self._service.search.find(name)
-        if not found.records:
-            body = envelope(self._not_found(name, found), 404, "not_found", "request_id")
-            return Response(body, 404, media_type="application/json", headers=echo(request))
-        return (
-            answer_page(request, request_page(found.records[0])) if is_page else answer_json(request, found.records[0])
-        )
-
-    async def spans(self, request: Request) -> Response:
-        """Returns what all parts of the cluster did for the requests that came within the last seconds, as spans in
-        the form that Perfetto opens."""
-        try:
-            wanted = wanted_requests(request)
-            seconds = wanted_seconds(request)
-        except WeftError as error:
-            return self._refusal(request, error, echo(request))
-        service = self._service
-        if named := request.query_params.get("request_id"):
-            found = await service.search.find(bare_id(named))
-            if not found.records:
-                body = envelope(self._not_found(named, found), 404, "not_found", "request_id")
-                return Response(body, 404, media_type="application/json", headers=echo(request))
-            return answer_json(request, chrome_trace(found.records[:1]))
-        since_s = service.wall_time() - seconds
-        records: list[dict[str, Any]] = []
-        for summary in (await service.search.latest(wanted)).records:
-            received_at = summary["received_at"]
-            if isinstance(received_at, float) and received_at >= since_s:
-                records += (await service.search.find(str(summary["request_id"]))).records
-                await asyncio.sleep(0)  # Other requests go on between two records.
-        content = await service.write(lambda: msgspec.json.encode(chrome_trace(records)))
-        return Response(content, media_type="application/json", headers=echo(request))
-
-    def _not_found(self, name: str, found: Found) -> str:
-        who = f"none of the {len(found.asked) + 1} routers has a" if found.asked else "this router has no"
-        silent = f"; no answer came from {', '.join(found.silent)}" if found.silent else ""
-        return (
-            f"{who} record of the request `{name[:128]}`; a router keeps those of its latest "
-            f"{self._service.traces.max_traces} requests{silent}"
-        )
-
-
-MAX_LISTED = 1000
-
-
-def wanted_requests(request: Request) -> RequestFilter:
-    """Returns the filter of a list of requests. Raises InvalidRequest for a limit that is not a number in its range."""
-    given = request.query_params
-    limit = given.get("limit") or "50"
-    is_number = limit.isascii() and limit.isdigit() and len(limit) <= len(str(MAX_LISTED))
-    if not is_number or not 1 <= int(limit) <= MAX_LISTED:
-        raise InvalidRequest(f"`limit` must be a number from 1 to {MAX_LISTED}, not {limit[:64]!r}", param="limit")
-    return RequestFilter(int(limit), given.get("outcome", "")[:64], given.get("modality", "")[:64])
-
-
-def wants_page(request: Request) -> bool:
-    """Tells whether the client wants a page for people: the parameter `format` decides, or else whether the client
-    accepts HTML (browsers do, and clients of an API do not). Raises InvalidRequest for another format."""
-    wanted = request.query_params.get("format")
-    if wanted not in (None, "html", "json"):
-        raise InvalidRequest(f"`format` must be `html` or `json`, not {wanted[:64]!r}", param="format")
-    return wanted == "html" or (wanted is None and "text/html" in request.headers.get("accept", ""))
-
-
-def bare_id(name: str) -> str:
-    """Returns the id of a request whose completion has this id."""
-    return name.removeprefix("chatcmpl-").removeprefix("cmpl-").removeprefix("resp_")
-
-
-MAX_SECONDS = 3600
-
-
-def wanted_seconds(request: Request) -> float:
-    """Returns how far back spans go; a minute by default. Raises InvalidRequest for another number."""
-    text = request.query_params.get("seconds", "60")
-    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= MAX_SECONDS:
-        raise InvalidRequest(f"`seconds` must be a number from 1 to {MAX_SECONDS}, not {text[:64]!r}", param="seconds")
-    return float(text)
-
-
-def answer_page(request: Request, page: str) -> Response:
-    return Response(page, headers=PAGE_HEADERS | echo(request))
+        max_model_len = service.family.shape.max_model_len
+        return model_object(service.config.model_name, self._created, max_model_len, service.modalities)
 
 
 def windows(num_items: int, most: int) -> Iterator[tuple[int, int]]:
@@ -581,11 +454,3 @@ def client_label(request: Request) -> str | None:
     """Returns the client's own `x-request-id`, if it is fit to be repeated. It is never an internal id."""
     label = request.headers.get("x-request-id", "")
     return label if CLIENT_LABEL.fullmatch(label) else None
-
-
-def echo(request: Request) -> dict[str, str]:
-    return {"x-request-id": client_label(request) or mint_request_id()}
-
-
-def answer_json(request: Request, content: object, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(content), status, media_type="application/json", headers=echo(request))

@@ -12,6 +12,7 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from router.console import OTHER_COLOUR, SPAN_TO_COLOUR
 from router.observe import milliseconds, moment, place_of, words
 
 Record = Mapping[str, Any]
@@ -25,24 +26,6 @@ PAGE_HEADERS = {
     "vary": "accept",
 }
 
-SPAN_TO_COLOUR = {
-    "fetched": "#b5838d",
-    "read": "#8d99ae",
-    "prompted": "#8d99ae",
-    "waited": "#c9ada7",
-    "planned": "#8d99ae",
-    "queue": "#c9ada7",
-    "decode_queue": "#c9ada7",
-    "encode_queue": "#c9ada7",
-    "decoded": "#4c956c",
-    "prepared": "#4c956c",
-    "unit_encoded": "#2a9d8f",
-    "transfer": "#457b9d",
-    "prefill": "#e9a23b",
-    "held": "#d1495b",
-    "generate": "#cbb26a",
-}
-OTHER_COLOUR = "#6c757d"
 NO_TIME_S = 1e-6
 """A part that took less than this is not shown."""
 MAX_SPANS = 400

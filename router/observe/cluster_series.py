@@ -41,9 +41,11 @@ KINDS = ("router", "encoder", "worker")
 
 
 class MemberReports(Collector):
-    """Holds the last report of each member that is there, and exports the metrics that the report declares."""
+    """Holds the last report of each member that is there, and exports the metrics that the report declares, unless
+    members show their own (`shows_members`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_members: bool = True) -> None:
+        self._shows_members = shows_members
         self.workers: dict[MemberId, WorkerReport] = {}
         self.encoders: dict[MemberId, EncoderReport] = {}
         self.own_process: tuple[MemberId, Callable[[], ProcessStats]] | None = None
@@ -60,7 +62,8 @@ class MemberReports(Collector):
         self.encoders.pop(member_id, None)
 
     def collect(self) -> Iterator[Metric]:
-        workers, encoders = dict(self.workers), dict(self.encoders)
+        is_shown = self._shows_members
+        workers, encoders = (dict(self.workers), dict(self.encoders)) if is_shown else ({}, {})
         yield from _reported(WorkerReport, ["worker"], [([name], report) for name, report in workers.items()])
         links = [([name, link.link], link) for name, report in workers.items() for link in report.links]
         yield from _reported(LinkStats, ["worker", "link"], links)

@@ -3,7 +3,7 @@ was slow.
 
 It brings the events of all hosts onto one axis (`host_clocks`), makes spans of them (`timeline`), compares what the
 planner predicted of each stage with what the members measured (`worker_stages`, `item_stages`), and divides the time to
-first token into parts that add up to it (`first_token_parts`).
+first token, and that of the whole request, into parts that add up to it (`first_token_parts`, `whole_json`).
 
 All functions are pure. The parts of the time to first token use only differences of times of one clock, so they are
 exact whatever the clocks of the hosts show; the timeline's spans of another host are as uncertain as the offset of that
@@ -13,7 +13,7 @@ host's clock, and say so. The module knows nothing of how events are recorded, o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fabric.contracts import EncodeResult, GenerateResult, MemberId, TraceEvent
 from router.planning import RoutePlan
@@ -385,14 +385,16 @@ def explain(
     facts: Mapping[str, object],
 ) -> dict[str, object]:
     """Returns what the record of a request says of its time, as objects and lists: `clocks`, `events`, `timeline`,
-    `stages` and `first_token`. The first event is the arrival of the request."""
+    `stages`, `first_token` and `whole`. The first event is the arrival of the request."""
     laid = laid_out(router_id, own_host, events, answers, facts)
+    first_token = first_token_json(laid.own, answers, plans, laid.first)
     return {
         "clocks": [{"host": host, **clock._asdict()} for host, clock in laid.clocks.items()],
         "events": _listed(events, answers, laid.clocks, laid.zero_s),
         "timeline": [span._asdict() for span in laid.spans],
         "stages": _stages(laid.own, answers, plans, laid.spans, laid.zero_s),
-        "first_token": first_token_json(laid.own, answers, plans, laid.first),
+        "first_token": first_token,
+        "whole": whole_json(laid, {} if first_token is None else first_token["parts"]),
     }
 
 
@@ -469,7 +471,7 @@ def _stages(
 
 def first_token_json(
     own: Sequence[TraceEvent], answers: Iterable[MemberAnswer], plans: Iterable[RoutePlan], first: FirstToken | None
-) -> dict[str, object] | None:
+) -> dict[str, Any] | None:
     """Returns when the first token came and what the time until then was spent on, or None if there was none."""
     plan = next((each for each in plans if first is not None and each.attempt_id.attempt == first.attempt), None)
     if first is None or plan is None:
@@ -486,3 +488,17 @@ def first_token_json(
         "parts": parts,
         "longest_part": max(parts, key=lambda name: parts[name]),
     }
+
+
+def whole_json(laid: LaidOut, first_parts: Mapping[str, float]) -> dict[str, object] | None:
+    """Returns the time of a whole request, and what it was spent on: the parts of the time to first token, the
+    generation of the other tokens as workers measured it, and `returned`, which is what these leave of the time until
+    the request ended. Returns None if it has not ended, or had no token."""
+    ended_s = next((event.at_s for event in reversed(laid.own) if event.name in ("finished", "aborted")), None)
+    if ended_s is None or not first_parts:
+        return None
+    total_s = ended_s - laid.zero_s
+    left_s = total_s - sum(first_parts.values())
+    # A worker's first token may take longer on its way than the last one; the difference is no part of any stage.
+    generated_s = min(left_s, sum(span.end_s - span.begin_s for span in laid.spans if span.name == "generate"))
+    return {"total_s": total_s, "parts": {**first_parts, "generate": generated_s, "returned": left_s - generated_s}}

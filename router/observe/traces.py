@@ -13,7 +13,7 @@ import asyncio
 import dataclasses
 import itertools
 import logging
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -41,12 +41,14 @@ from router.observe.explained_request import (
     modality_class,
 )
 from router.observe.span_context import SpanContext
-from router.planning import RoutePlan
+from router.planning import PairScores, RoutePlan
 
 _LOG = logging.getLogger(__name__)
 Records = list[dict[str, Any]]
 RUNNING = "running"
 """This is the outcome of a request that has not ended."""
+MAX_WITH_PAIRS = 32
+"""This many records keep the scores of pairs, of which each may take some hundred kilobytes."""
 EVENT_TO_STAGE = {
     "received": "reading",
     "read": "prompting",
@@ -80,6 +82,8 @@ class RequestTrace:
         self.wall_s = wall_s
         self.span: SpanContext | None = None
         """Names the request's span in a tracing system, if one is used."""
+        self.keeps_pairs = False
+        """Says that the record wants the scores of all pairs with each plan (`add_plan`)."""
         self.on_end: Callable[[RequestTrace], None] = lambda _: None
         self._member_id = member_id
         self._clock = clock
@@ -89,6 +93,7 @@ class RequestTrace:
         self._num_dropped = 0
         self._facts: dict[str, object] = {}
         self._plans: list[RoutePlan] = []
+        self._attempt_to_pairs: dict[int, PairScores] = {}
         self._answers: list[MemberAnswer] = []
 
     # ------------------------------------------------------------ what happened
@@ -124,8 +129,15 @@ class RequestTrace:
         self.note(**facts)
         self.on_end(self)
 
-    def add_plan(self, plan: RoutePlan) -> None:
+    def add_plan(self, plan: RoutePlan, pairs: PairScores | None = None) -> None:
+        """Adds the plan of an attempt, and the scores of all pairs at the same moment if they were asked for."""
         self._plans.append(plan)
+        if pairs is not None:
+            self._attempt_to_pairs[plan.attempt_id.attempt] = pairs
+
+    def drop_pairs(self) -> None:
+        """Forgets the scores of pairs, which take most of the memory of a record that has them."""
+        self._attempt_to_pairs = {}
 
     # ------------------------------------------------------------ for people to read
 
@@ -147,6 +159,13 @@ class RequestTrace:
         first = first_token_of(self._events)
         return None if first is None else first.at_s - self._events[0].at_s
 
+    def _ended_after_s(self) -> float | None:
+        """Returns the time from the beginning of the record to the router's last event, or None while the request
+        runs."""
+        if self._facts.get("outcome", RUNNING) == RUNNING or not self._events:
+            return None
+        return max(event.at_s for event in self._events if event.member_id == self._member_id) - self._events[0].at_s
+
     def summary(self) -> dict[str, object]:
         """Returns the few facts by which a list of requests shows this one."""
         facts = self._facts
@@ -160,7 +179,7 @@ class RequestTrace:
             "outcome": facts.get("outcome", RUNNING),
             "stage": self.stage,
             "first_token_s": timing.get("first_token_s") if timing else self._first_token_s(),
-            "total_s": timing.get("total_s"),
+            "total_s": timing.get("total_s") if timing else self._ended_after_s(),
             "num_prompt_tokens": facts.get("num_prompt_tokens"),
             "num_completion_tokens": usage.get("completion_tokens"),
             "num_attempts": len(self._plans),
@@ -187,10 +206,16 @@ class RequestTrace:
             # The record may be read in a thread, while an answer still adds to it.
             **{name: plain(fact) for name, fact in dict(self._facts).items()},
         }
-        plans = [{"attempt": plan.attempt_id.attempt, "plan": plain(plan)} for plan in self._plans]
+        plans = [self._plan_json(plan) for plan in self._plans]
         shown = plain(explained)
         assert isinstance(shown, dict)
         return head | {"plans": plans, "num_events_dropped": self._num_dropped} | shown
+
+    def _plan_json(self, plan: RoutePlan) -> dict[str, object]:
+        attempt = plan.attempt_id.attempt
+        pairs = self._attempt_to_pairs.get(attempt)
+        shown: dict[str, object] = {"attempt": attempt, "plan": plain(plan)}
+        return shown if pairs is None else shown | {"pairs": plain(pairs.pairs), "num_pairs": pairs.num_pairs}
 
     def for_spans(self) -> dict[str, object]:
         """Returns the part of the record of which spans are made, which takes a fraction of the time of the whole."""
@@ -231,18 +256,24 @@ class RequestFilter(msgspec.Struct, frozen=True):
 
 
 class TraceRing:
-    """A `TraceRing` holds the most recent traces, by request id, and passes each to `on_end` when its request ends."""
+    """A `TraceRing` holds the most recent traces, by request id, and passes each to `on_end` when its request ends. The
+    newest `MAX_WITH_PAIRS` of those that keep scores of pairs still have them."""
 
     def __init__(self, max_traces: int, on_end: Callable[[RequestTrace], None] = lambda _: None) -> None:
         self.max_traces = max_traces
         self._on_end = on_end
         self._traces: OrderedDict[RequestId, RequestTrace] = OrderedDict()
+        self._with_pairs: deque[RequestTrace] = deque()
 
     def put(self, trace: RequestTrace) -> None:
         trace.on_end = self._on_end
         self._traces[trace.request_id] = trace
         while len(self._traces) > self.max_traces:
             self._traces.popitem(last=False)
+        if trace.keeps_pairs:
+            self._with_pairs.append(trace)
+            if len(self._with_pairs) > MAX_WITH_PAIRS:
+                self._with_pairs.popleft().drop_pairs()
 
     def get(self, request_id: str) -> RequestTrace | None:
         return self._traces.get(RequestId(request_id))

@@ -1,17 +1,18 @@
 """Decides where a request goes, and why. Nothing in this folder has a clock, a socket or a random source of its own.
 
-`plan_types` defines what the planner is asked and answers, and `route_plan` makes the choice. It compares times:
-`predictions` says when workers and encoders begin, and `landings` when the features of media land, with the encoders
-chosen for that. `compiled_search` does all of it in one call of C; these modules, with `landing_search`, do the same
-for machines without a compiler. What they read of the members is in the columns of `member_columns`.
+`plan_types` defines what the planner is asked and answers, and `route_plan` makes the choice, with the values of
+`scored_workers` on its way. It compares times: `predictions` says when workers and encoders begin, and `landings` when
+the features of media land, with the encoders chosen for that. `compiled_search` does all of it in one call of C; these
+modules, with `landing_search`, do the same for machines without a compiler. What they read of the members is in the
+columns of `member_columns`.
 
 `cluster_state` keeps the router's picture of the cluster, in these columns and in `member_state`. `member_shares` says
 what an attempt puts on members, and `block_ledger` counts its KV blocks. `promised_prompts` knows which prompts are on
-their way, `report_age` how old a report is, and `peer_news` what other routers dispatched.
-`member_costs` keeps what the work of one member costs, `cost_columns` the same for all members as arrays, and
-`saved_costs` what stays for another run; `link_classes` says how far apart two members run, and `cost_learning`
-corrects the costs by results and reports. `kv_room` says whether a worker has room for a request, and `capacity_queue`
-orders the requests that no member can serve now.
+their way, `report_age` how old a report is, and `peer_news` what other routers dispatched. `member_costs` keeps what
+the work of one member costs, `cost_columns` the same for all members as arrays, and `saved_costs` what stays for
+another run; `link_classes` says how far apart two members run, and `cost_learning` corrects the costs by results and
+reports. `member_standing` says for people how a router sees each member. `kv_room` says whether a worker has room for a
+request, and `capacity_queue` orders the requests that no member can serve now.
 
 A request's run plans its attempts with `ClusterState.plan` and `ClusterState.plan_encoding` and waits in a
 `CapacityQueue`; the router service passes the members' messages to `ClusterState`, whose accuracy the metrics export.
@@ -26,14 +27,16 @@ from router.planning.landing_search import LandingGoal, LandingProblem
 from router.planning.landings import improve, land_rows
 from router.planning.link_classes import LinkClass, LinkOverride, LinkRules, MemberSelector
 from router.planning.member_costs import CostDefaults
+from router.planning.member_standing import MemberLink, MemberStanding, member_links, member_standings
 from router.planning.peer_news import NEWS_INTERVAL_S
-from router.planning.plan_types import Line, RoutePlan, RouteQuery
+from router.planning.plan_types import CandidateTerms, Line, PairScores, RoutePlan, RouteQuery
 from router.planning.saved_costs import SavedCosts, decode_costs, encode_costs
 
 __all__ = [
     "BATCH_HEADROOM",
     "NEWS_INTERVAL_S",
     "ROOM_NOW",
+    "CandidateTerms",
     "CapacityNeed",
     "CapacityQueue",
     "ClusterState",
@@ -46,7 +49,10 @@ __all__ = [
     "LinkClass",
     "LinkOverride",
     "LinkRules",
+    "MemberLink",
     "MemberSelector",
+    "MemberStanding",
+    "PairScores",
     "PlannerSettings",
     "RoomNeed",
     "RoutePlan",
@@ -60,4 +66,6 @@ __all__ = [
     "encode_costs",
     "improve",
     "land_rows",
+    "member_links",
+    "member_standings",
 ]

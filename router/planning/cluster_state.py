@@ -45,9 +45,9 @@ from router.planning.member_costs import CostDefaults
 from router.planning.member_shares import EncoderShare, WorkerShare, awaited_tokens
 from router.planning.member_state import EncoderState, InFlight, WorkerState
 from router.planning.peer_news import NewsLog, PeerBook
-from router.planning.plan_types import Chance, ItemTerms, PlanSettings, QueryHints, RoutePlan, RouteQuery
+from router.planning.plan_types import Chance, ItemTerms, PairScores, PlanSettings, QueryHints, RoutePlan, RouteQuery
 from router.planning.promised_prompts import marks_of
-from router.planning.route_plan import plan_encoding, plan_route
+from router.planning.route_plan import plan_encoding, plan_route, score_pairs
 from router.planning.saved_costs import SavedCosts
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
@@ -183,6 +183,11 @@ class ClusterState:
         take a modality; the error then names the modality."""
         chance = Chance(self._rng.random(), self._rng.random())
         return plan_route(query, self.columns(now), self.hints(query, now), now, self._plan_settings, chance)
+
+    def score_pairs(self, query: RouteQuery, now: float, max_pairs: int) -> PairScores:
+        """Returns the scores of the pairs of workers and encoders among which `plan` would choose now. Raises
+        NoCapacity as `plan` does."""
+        return score_pairs(query, self.columns(now), self.hints(query, now), now, self._plan_settings, max_pairs)
 
     def plan_encoding(
         self, query: RouteQuery, worker_id: MemberId, item_indexes: Sequence[int], now: float

@@ -204,3 +204,13 @@ class ItemTerms(msgspec.Struct, frozen=True):
     def load(self) -> int:
         """Counts the patches that the encoder really encodes."""
         return 0 if self.is_cached else self.cost
+
+
+class PairScores(NamedTuple):
+    """Holds the terms of pairs of a worker and an encoder, the best first."""
+
+    pairs: tuple[CandidateTerms, ...]
+    """Each has all media that its worker lacks on one encoder. A worker that lacks nothing, or that no single encoder
+    can serve, is here once, as the search has scored it."""
+    num_pairs: int
+    """Counts all pairs of the cluster that could have served the request."""

@@ -22,21 +22,18 @@ how the columns come about, or of how waits and landing times are predicted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from fabric.contracts import MediaItem, MemberId, MmHash, NoCapacity
 from router.planning import compiled_search
-from router.planning.compiled_search import EXPLORED, FoundRoute
-from router.planning.landing_search import NONE, Improved, LandingGoal, LandingProblem, LandingRows
+from router.planning.compiled_search import EXPLORED, MAX_TRIALS, FoundRoute
+from router.planning.landing_search import NONE, Improved, LandingGoal, LandingProblem
 from router.planning.landings import improve, land_idle, land_rows
 from router.planning.member_columns import (
     Bytes,
     ClusterColumns,
-    Flags,
     Floats,
     decoder_waits_s,
     idle_pace,
@@ -47,6 +44,7 @@ from router.planning.plan_types import (
     Chance,
     Explanation,
     ItemTerms,
+    PairScores,
     PlanSettings,
     QueryHints,
     RoutePlan,
@@ -60,8 +58,14 @@ from router.planning.predictions import (
     device_waits,
     worker_times,
 )
-
-Ints = npt.NDArray[np.int64]
+from router.planning.scored_workers import (
+    Ints,
+    LackedMedia,
+    WorkerLandings,
+    WorkerScores,
+    alike_rows,
+    scored_prompt,
+)
 
 
 def plan_route(
@@ -97,6 +101,22 @@ def plan_encoding(
     Raises NoCapacity if no encoder can take a modality; the error names the modality.
     """
     return RouteSearch(query, columns, hints, now, settings, chance).plan_encoding(worker_id, frozenset(item_indexes))
+
+
+def score_pairs(
+    query: RouteQuery,
+    columns: ClusterColumns,
+    hints: QueryHints,
+    now: float,
+    settings: PlanSettings,
+    max_pairs: int,
+) -> PairScores:
+    """Returns the scores of pairs of a worker and an encoder, the best first, at most `max_pairs`. It takes a tenth of
+    a millisecond for each, so it is only for requests that are to be explained.
+
+    Raises NoCapacity as `plan_route` does.
+    """
+    return RouteSearch(query, columns, hints, now, settings, Chance()).pairs(max_pairs)
 
 
 class RouteSearch:
@@ -188,7 +208,7 @@ class RouteSearch:
 
     def score(self) -> WorkerScores:
         """Scores all workers that the request may use. Raises NoCapacity."""
-        workers, query, prompt = self._columns.workers, self._query, _cut(self._query)
+        workers, query, prompt = self._columns.workers, self._query, scored_prompt(self._query)
         num = len(workers)
         is_usable = workers.usable(query.excluded, self._now)
         if not is_usable.any():
@@ -237,7 +257,7 @@ class RouteSearch:
             row_of_worker, classes = patterns.pattern_of_worker, patterns.classes
             lacks_of_row = np.ones((len(classes), len(media.items)), np.uint8)
         else:
-            row_of_worker, first = _alike(patterns.pattern_of_worker, lacks)
+            row_of_worker, first = alike_rows(patterns.pattern_of_worker, lacks)
             classes, lacks_of_row = patterns.classes[patterns.pattern_of_worker[first]], lacks[first].astype(np.uint8)
         rows = land_rows(problem, classes, lacks_of_row)
         is_possible = ~((rows.encoders == NONE) & (lacks_of_row > 0)).any(axis=1)
@@ -264,16 +284,40 @@ class RouteSearch:
         usable = [slot for slot in ordered if slot != winner and scores.ttft_s[slot] < np.inf]
         return usable[: self._settings.num_alternatives]
 
-    def _improved(self, scores: WorkerScores, slot: int) -> Improved | None:
-        """Returns the best encoders that are found for one worker, or None if it lacks nothing."""
+    def pairs(self, max_pairs: int) -> PairScores:
+        """Scores every worker with every encoder that could encode all media which the worker lacks, and returns the
+        best pairs. A worker that lacks nothing, or that no single encoder can serve, has one score. Raises
+        NoCapacity."""
+        scores = self.score()
+        usable = [slot for slot in np.argsort(scores.ttft_s, kind="stable").tolist() if scores.ttft_s[slot] < np.inf]
+        choices = [(slot, encoders) for slot in usable for encoders in self._single_encoders(scores, slot)]
+        terms = [self._terms(scores, slot, self._improved(scores, slot, given)) for slot, given in choices[:max_pairs]]
+        return PairScores(tuple(sorted(terms, key=lambda each: each.ttft_s)), len(choices))
+
+    def _single_encoders(self, scores: WorkerScores, slot: int) -> list[Ints | None]:
+        """Returns the choices that send all media which a worker lacks to one encoder, in the order of the slots."""
+        landed = scores.landed
+        if landed is None:
+            return [None]
+        problem, lacks = landed.problem, landed.lacks[landed.row_of_worker[slot]] > 0
+        able = problem.is_able[problem.modality[lacks], : problem.num_encoders].all(axis=0)
+        single: list[Ints | None] = [
+            np.where(lacks, encoder, NONE).astype(np.int64) for encoder in np.flatnonzero(able).tolist()
+        ]
+        return single if single and lacks.any() else [None]
+
+    def _improved(self, scores: WorkerScores, slot: int, given: Ints | None = None) -> Improved | None:
+        """Returns the best encoders that are found for one worker, or the `given` ones with their landings. Returns
+        None if it lacks nothing."""
         landed, times = scores.landed, scores.times
         if landed is None:
             return None
         least_s = float(times.start_s[slot] + times.own_s[slot])
         goal = LandingGoal(least_s, float(times.s_per_token[slot]), landed.behind(times, slot))
         row = landed.row_of_worker[slot]
-        classes, lacks, encoders = landed.classes[row], landed.lacks[row], landed.rows.encoders[row]
-        found = improve(landed.problem, classes, lacks, encoders, goal)
+        classes, lacks = landed.classes[row], landed.lacks[row]
+        encoders, max_trials = (landed.rows.encoders[row], MAX_TRIALS) if given is None else (given, 0)
+        found = improve(landed.problem, classes, lacks, encoders, goal, max_trials)
         end_s = np.full(len(scores.ttft_s), least_s)
         landings_s, rows = found.landings_s[None, :], np.zeros(len(end_s), np.int64)
         slots = range(slot, slot + 1)
@@ -446,7 +490,7 @@ class RouteSearch:
         first one has the costs."""
         found: list[ItemTerms] = []
         seen: set[int] = set()
-        ends = _cut(self._query).item_to_end if held >= 0.0 else {}
+        ends = scored_prompt(self._query).item_to_end if held >= 0.0 else {}
         for item in self._query.media:
             number = media.index_to_number.get(item.index)
             if number is None or best.encoders[number] == NONE or ends.get(item.index, np.inf) <= held:
@@ -482,94 +526,3 @@ class RouteSearch:
                 )
             )
         return tuple(found)
-
-
-def _alike(patterns: Ints, lacks: Flags) -> tuple[Ints, Ints]:
-    """Groups workers of one pattern that lack the same media. Returns the group of each worker, with shape
-    `(worker slots,)`, and the first worker of each group."""
-    if lacks.shape[1] < 40:
-        masks = lacks @ (1 << np.arange(lacks.shape[1]))
-    else:
-        row_to_mask: dict[bytes, int] = {}
-        packed = np.packbits(lacks, axis=1)
-        masks = np.array([row_to_mask.setdefault(row.tobytes(), len(row_to_mask)) for row in packed], np.int64)
-    _, first, group = np.unique(masks * (int(patterns.max()) + 1) + patterns, return_index=True, return_inverse=True)
-    return group, first
-
-
-class WorkerScores(NamedTuple):
-    """Holds the scores of all workers. All arrays have shape `(worker slots,)`."""
-
-    times: WorkerTimes
-    end_s: Floats
-    """Holds the end of the prefill."""
-    ttft_s: Floats
-    """Holds the time to first token; it is infinite for a worker that the request can't use."""
-    least_own_s: float
-    """This is the least time of the request's own work on any usable worker."""
-    landed: WorkerLandings | None
-    """Holds the landings; None if no usable worker lacks an item."""
-    released_s: Floats | None = None
-    """Holds what the choice adds to the scores of workers with long queues; None if it adds nothing."""
-
-    def released_at(self, slot: int) -> float:
-        return 0.0 if self.released_s is None else float(self.released_s[slot])
-
-
-class LackedMedia(NamedTuple):
-    """Holds the different media that workers may lack."""
-
-    items: Sequence[MediaItem]
-    first_unit: Ints
-    ends: Floats
-    """Holds where the last run of each medium ends; it is 0 for one without a run."""
-    runs: MediaRuns
-    index_to_number: Mapping[int, int]
-    """Maps `MediaItem.index` to the number in `items`."""
-
-    @property
-    def nothing_behind(self) -> Floats:
-        return np.zeros(int(self.first_unit[-1]))
-
-
-class WorkerLandings(NamedTuple):
-    """Holds the landings at all workers."""
-
-    media: LackedMedia
-    problem: LandingProblem
-    rows: LandingRows
-    classes: Bytes
-    """Holds the classes of the links to each encoder. Has shape `(rows, encoder capacity)`."""
-    lacks: Bytes
-    """Says which media the workers of a row lack. Has shape `(rows, media)`."""
-    row_of_worker: Ints
-    is_possible: Flags
-    """Says which workers can get all that they lack. Has shape `(worker slots,)`."""
-
-    def behind(self, times: WorkerTimes, slot: int) -> Floats:
-        """Returns, for each unit, the weighted tokens that a worker computes from the unit's first missing run on. A
-        unit without such a run decides nothing."""
-        runs = self.media.runs
-        found = np.full(int(self.media.first_unit[-1]), -1e30)
-        is_missing = runs.end > times.covered[slot]
-        np.maximum.at(found, runs.unit[is_missing], np.minimum(runs.behind[is_missing], times.weighted[slot]))
-        return found
-
-
-class ScoredPrompt(NamedTuple):
-    """Says where the media of a query end in its prompt."""
-
-    item_to_end: Mapping[int, int]
-    """Maps `MediaItem.index` to the end of the medium's last run."""
-    last_media_end: int
-    num_text_first: int
-    """Counts the tokens ahead of the first medium."""
-
-
-def _cut(query: RouteQuery) -> ScoredPrompt:
-    item_to_end: dict[int, int] = {}
-    for run in query.placeholders:
-        if run.length > 0:
-            item_to_end[run.item] = run.end
-    num_text_first = next((run.offset for run in query.placeholders if run.length > 0), query.token_count)
-    return ScoredPrompt(item_to_end, max(item_to_end.values(), default=0), num_text_first)

@@ -32,6 +32,9 @@ from router.run.context import RouterContext
 from router.run.encode_dispatcher import ELSEWHERE, Dispatch, EncodeDispatcher
 from router.run.failures import Setbacks
 
+MAX_SHOWN_PAIRS = 256
+"""A record that keeps the scores of pairs keeps so many at most, which takes some 25 ms of the router."""
+
 
 class Attempt:
     """An `Attempt` is used in this order: its owner calls `dispatch`, awaits `result` and calls `close`. The owner may
@@ -87,12 +90,13 @@ class Attempt:
         query = self._query()
         plan = context.cluster.plan(query, now)
         check_deadline(plan.predicted_ttft_s, first_token_by_s, now)
+        pairs = context.cluster.score_pairs(query, now, MAX_SHOWN_PAIRS) if self._trace.keeps_pairs else None
         self.plan, self.dispatched_at_s = plan, now
         context.cluster.note_dispatched(query, plan, now)
         context.metrics.covered_items.inc(len(plan.covered_items))
         facts = {"worker": plan.worker_id, "predicted_ttft_s": plan.predicted_ttft_s}
         self._trace.add("planned", attempt=attempt, from_s=now, **facts)
-        self._trace.add_plan(plan)
+        self._trace.add_plan(plan, pairs)
         self._host, self._sent_at_s = context.machine_of(plan.worker_id), context.clock.now()
         call = context.pools.workers.generate(plan.worker_id, self._generate_request(plan, emitted))
         self._generate = context.tasks.spawn(call, f"generate {request_id}/{attempt}")

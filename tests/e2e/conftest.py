@@ -26,6 +26,7 @@ LONGEST = (
     "test_logs.py",
     "test_two_routers.py",
     "test_pinning.py",
+    "test_console.py",
 )
 SHARING = (
     "test_load_test.py",

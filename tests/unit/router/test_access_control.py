@@ -55,19 +55,31 @@ async def test_every_route_but_health_asks_for_a_key() -> None:
         routes = [route for route in create_api(cluster.service).routes if isinstance(route, Route)]
         assert {route.path for route in routes} >= OPEN_PATHS | {CHAT, "/metrics", "/weft/requests", "/docs"}
         assert {path for path in OPEN_PATHS if not path.startswith("/health")} == set()
+        without_key = {*OPEN_PATHS, "/console", "/console/console.js"}
         for route in routes:
             path = route.path.replace("{model_id:path}", TINY_MODEL).replace("{request_id}", "req-1")
+            path = path.replace("{name}", "console.js")
             for method in sorted(route.methods or ()):
                 answers = [
                     await client.request(method, path, headers=headers)
                     for headers in ({}, bearer("sk-wrong"), bearer(digest("sk-shop")))
                 ]
-                if path in OPEN_PATHS:
+                if path in without_key:
                     assert [each.status_code for each in answers] == [200] * 3, path
                 else:
                     assert [each.status_code for each in answers] == [401] * 3, (method, path)
                     assert all("www-authenticate" in each.headers for each in answers)
-        for path in ("/nothing", "/v1/nothing", "/health/", "//health", "/health/live/x", "/weft", "/weft/"):
+        for path in (
+            "/nothing",
+            "/v1/nothing",
+            "/health/",
+            "//health",
+            "/health/live/x",
+            "/weft",
+            "/weft/",
+            "/console/",
+            "/console/a/b",
+        ):
             assert code(await client.get(path)) == (401, "invalid_api_key"), path
 
 
