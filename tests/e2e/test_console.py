@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -115,7 +116,7 @@ def test_a_conversation_with_a_picture_shows_the_answer_and_where_its_time_went(
         assert page.locator(".message.user").count() == 2
 
 
-def check_decision(page: Page, cluster: ClusterProcess, record: dict[str, object]) -> None:
+def check_decision(page: Page, cluster: ClusterProcess, record: dict[str, Any]) -> None:
     """Checks that the decision shows every pair with every term, and marks the one that was chosen."""
     workers, encoders = pids(cluster, "worker"), pids(cluster, "encoder")
     pairs = page.locator("#last .decision table", has=page.locator("caption", has_text="Terms of each pair"))
@@ -132,7 +133,7 @@ def check_decision(page: Page, cluster: ClusterProcess, record: dict[str, object
         "First token",
         "On the way",
     ]
-    (plan,) = record["plans"]  # type: ignore[misc]
+    (plan,) = record["plans"]
     best = pairs.locator("tr.best td").all_inner_texts()
     assert best[0] == plan["plan"]["worker_id"]
     items = page.locator("#last .decision table", has=page.locator("caption", has_text="Terms of each medium"))
