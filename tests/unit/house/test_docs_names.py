@@ -50,6 +50,7 @@ MADE = {
     "build": "`make docs` and `make coverage` write it",
     "mutants": "`make mutants` writes it",
     "make_samples.py": "a program that the reader saves",
+    "totals.sh": "a program that the reader saves",
 }
 """Maps each file or folder that a document names, and that is not in the repository, to where it comes from."""
 SUFFIXES = "py|pyi|md|c|h|yaml|yml|json|toml|svg|txt|jinja|css|sh|safetensors"
