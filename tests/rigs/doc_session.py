@@ -33,7 +33,7 @@ ASKS_A_CLUSTER = re.compile(r"\bweft (demo|chat|status|top|trace)\b(?![^\n|;&]*-
 SHORTER = (
     (r"--seconds \d+", "--seconds 1"),
     (r"--run-time \d+[sm]", "--run-time 2s"),
-    (r"--requests \d+", "--requests 200"),
+    (r"--requests \d+", "--requests 60"),
 )
 """Lists patterns of options that say how long a command takes, with what stands in their place."""
 SERVES = re.compile(r"^(?:\.venv/bin/)?weft serve\b[^\n]*\n\Z", re.MULTILINE)
