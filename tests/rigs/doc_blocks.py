@@ -41,6 +41,7 @@ REASON_TO_SIGN = {
     "needs a terminal": r"\bweft (chat|top)\b",
     "needs root": r"/etc/|\bsysctl\b|\bulimit -l unlimited|\bprlimit\b|\bapt-get\b",
     "needs names of your own": r"\b(PID|HOST|POD|DIR|KEY)\b",
+    "removes files of yours": r"\brm -rf ~/",
     "targets of make": r"\A(make [\w-]+[^\n]*\n)+\Z",
     "takes minutes": r"\b(weft (bench|simulate)|pip install)\b",
     "takes two clusters": r"\bweft bench (overlap|isolation|prediction)\b",
