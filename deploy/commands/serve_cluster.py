@@ -93,7 +93,7 @@ def _serve_on_ray(config: ClusterConfig, lifeline: Lifeline) -> None:
         finally:
             progress.close()
         lifeline.tell_ready()
-        print(banner(cluster.url, cluster.model_name), flush=True)
+        print(banner(cluster.url, cluster.model_name, config.access.console), flush=True)
         if cluster.hint:
             print(f"weft: {cluster.hint}", flush=True)
         lifeline.wait()
@@ -121,7 +121,7 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
         freeze_what_lives()
         lifeline.tell_ready()
         scheme = "http" if config.server.tls_cert_file is None else "https"
-        print(banner(f"{scheme}://{config.server.host}:{port}", cluster.model.name), flush=True)
+        print(banner(f"{scheme}://{config.server.host}:{port}", cluster.model.name, config.access.console), flush=True)
         await asyncio.to_thread(lifeline.wait)
         _say_stopping(config)
         if lifeline.is_cut:
@@ -146,11 +146,14 @@ def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str]
         raise ConfigError("\n".join(flaws_of(error))) from error
 
 
-def banner(url: str, model_name: str) -> str:
-    """Returns the text that a user sees when the cluster is ready: the URL of the cluster and one command to try."""
+def banner(url: str, model_name: str, has_console: bool = True) -> str:
+    """Returns the text that a user sees when the cluster is ready: its URL, one command to try, and the address of the
+    console if it is on."""
     body = f'{{"model": "{model_name}", "max_tokens": 32, "messages": [{{"role": "user", "content": "Hello!"}}]}}'
+    page = f"\n  In a browser: {url}/console\n" if has_console else ""
     return (
         f"weft: the cluster is ready at {url} (model {model_name})\n\n"
         f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{body}'\n"
+        f"{page}"
     )

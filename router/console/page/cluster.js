@@ -3,8 +3,8 @@
 import { byId, element, milliseconds, percent, shortName, sizeOf } from "./elements.js";
 import { read } from "./server.js";
 
+/** A pool of more members shows them as small tiles, and no links. */
 const MANY = 8;
-const MAX_DRAWN_LINKS = 96;
 const OLD_REPORT_S = 5;
 const LINK_TO_WORDS = {
   same_process: "same process",
@@ -33,8 +33,10 @@ export async function refreshCluster() {
     ),
   ];
   const place = byId("picture");
+  const isLarge = [picture.routers, picture.encoders, picture.workers].some((each) => each.length > MANY);
+  place.classList.toggle("large", isLarge);
   place.replaceChildren(...pools);
-  drawLinks(place, picture);
+  if (!isLarge) drawLinks(place, picture);
   const speed = picture.workers.reduce((sum, each) => sum + (rates.get(each.member_id) ?? 0), 0);
   const kinds = [...new Set(picture.links.map((each) => LINK_TO_WORDS[each.link] ?? each.link))];
   byId("totals").textContent = [
@@ -61,13 +63,10 @@ function ratesOf(picture, now) {
 }
 
 function pool(title, cards) {
-  const heading = element("h3", { text: `${title} (${cards.length})` });
-  return element(
-    "section",
-    { class: `pool${cards.length > MANY ? " many" : ""}`, "aria-label": title },
-    heading,
-    ...cards,
-  );
+  const troubled = cards.filter((each) => !each.classList.contains("there")).length;
+  const note = troubled ? `, ${troubled} with trouble or leaving` : "";
+  const heading = element("h3", { text: `${title} (${cards.length}${note})` });
+  return element("section", { class: "pool", "aria-label": title }, heading, ...cards);
 }
 
 function card(member, pieces, state = "there") {
@@ -137,7 +136,7 @@ function workerCard(worker, rates) {
       meter("Running", [[Math.min(1, worker.num_active / 32)]], String(worker.num_active ?? "")),
       meter("Queue", [[Math.min(1, worker.queue_s / 2)]], milliseconds(worker.queue_s)),
       meter(
-        "KV blocks",
+        "KV",
         [[worker.memory_used / (worker.memory_size || 1)]],
         percent(worker.memory_used / (worker.memory_size || 1)),
       ),
@@ -173,7 +172,6 @@ function meter(name, shares, value) {
 }
 
 function drawLinks(place, picture) {
-  if (picture.links.length > MAX_DRAWN_LINKS) return;
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("aria-hidden", "true");
   const box = place.getBoundingClientRect();
