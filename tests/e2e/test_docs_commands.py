@@ -34,8 +34,10 @@ def test_the_commands_of_a_document_run(document: str, cluster: ClusterProcess, 
 
 
 def output_of(following: Sequence[DocBlock]) -> DocBlock | None:
-    """Returns the block that shows the output of the commands before it: the next one, if it is text or JSON."""
-    return following[0] if following and following[0].language in ("text", "json") else None
+    """Returns the block that shows the output of the commands before it: the next one, if it is text or JSON and not a
+    file that the reader saves."""
+    is_output = bool(following) and following[0].language in ("text", "json") and following[0].file is None
+    return following[0] if is_output else None
 
 
 # ---------------------------------------------------------------- what pages say of outputs

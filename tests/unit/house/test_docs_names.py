@@ -49,6 +49,8 @@ FOREIGN = {
 """Maps each name that looks like a class of the repository, and is none, to what it is."""
 MADE = {
     "build": "`make docs` and `make coverage` write it",
+    "llms-full.txt": "`make docs` writes it",
+    "llms.txt": "`make docs` writes it",
     "mutants": "`make mutants` writes it",
 }
 """Maps each file or folder that a document names, and that is not in the repository, to where it comes from."""
