@@ -80,7 +80,9 @@ def _find_model(config: ClusterConfig, has_weights: bool) -> tuple[ClusterConfig
 
         return config, demo_checkpoint()
     if isinstance(named, str):
-        url, directory = fetch_model(ModelUrl.parse(named), config.model.cache_dir, has_weights)
+        url, directory = fetch_model(
+            ModelUrl.parse(named), config.model.cache_dir, has_weights, config.model.cache_bytes
+        )
         model = config.model.model_copy(update={"path": str(url)})
         return config.model_copy(update={"model": model}), directory
     if not (named / "config.json").is_file():

@@ -46,6 +46,9 @@ class ModelSection(Section):
     the demo model."""
     cache_dir: Path | None = None
     """Holds the models that a node has downloaded; None means weft/models in the user's folder for caches."""
+    cache_bytes: Bytes | None = None
+    """Limits what the models in `cache_dir` take together. A download then removes models that no process of the node
+    reads, the one first that was opened longest ago. None means no limit; `weft node clean` removes models by hand."""
     name: str | None = None
     """Clients use this name for the model; it defaults to the directory's name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = default_of(RouterConfig, "feature_dtype")

@@ -5,6 +5,7 @@ mean. It imports a command's module when the command runs, so that `weft version
 
     serve_cluster      `weft serve`
     ray_node           `weft node start`
+    node_models        `weft node clean`
     config_checks      `weft check`, `weft key`
     config_writer      `weft init`
     cluster_status     `weft status`

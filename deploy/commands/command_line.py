@@ -7,6 +7,7 @@ the command line imports neither the config nor any model.
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
 
 from deploy.commands.weft_parser import WeftParser
@@ -78,8 +79,16 @@ def _add_serve(commands: Commands[WeftParser]) -> None:
 
 
 def _add_node(commands: Commands[WeftParser]) -> None:
-    node = commands.add_parser("node", help="makes this machine a node of a Ray of several machines")
-    start = node.add_subparsers(required=True, metavar="COMMAND").add_parser(
+    node = commands.add_parser("node", help="makes this machine a node of a Ray, and removes models from it")
+    actions = node.add_subparsers(required=True, metavar="COMMAND")
+    clean = actions.add_parser("clean", help="lists the models that were downloaded, and removes those that may go")
+    clean.add_argument("--config", type=Path, help="reads model.cache_dir from this YAML file")
+    clean.add_argument("--cache-dir", type=Path, help="is the folder of the models, if no config says it")
+    clean.add_argument("--max-bytes", metavar="SIZE", help="removes models until the others take at most this: 200GB")
+    clean.add_argument("--unused-days", type=float, help="removes models that no process has opened for so many days")
+    clean.add_argument("--dry-run", action="store_true", help="says what would be removed, and removes nothing")
+    clean.set_defaults(run=_clean_node)
+    start = actions.add_parser(
         "start", help="runs `ray start` with the switches, the token and the fixed ports that Weft needs"
     )
     role = start.add_mutually_exclusive_group(required=True)
@@ -254,6 +263,12 @@ def _start_node(arguments: argparse.Namespace) -> int:
     from deploy.commands.ray_node import start_node
 
     return start_node(arguments)
+
+
+def _clean_node(arguments: argparse.Namespace) -> int:
+    from deploy.commands.node_models import clean_node
+
+    return clean_node(arguments, time.time())
 
 
 def _check(arguments: argparse.Namespace) -> int:

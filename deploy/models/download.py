@@ -6,6 +6,7 @@ The hub's library decides when it is imported whether it may use the network at 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,10 +16,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from deploy.models.model_cache import ModelCache
+from deploy.models.model_leases import hold_model
 from deploy.models.model_stores import open_store
 from deploy.models.model_urls import ModelUrl
 from fabric.contracts import ConfigError, Unavailable, WeftError
 
+MAX_FETCHES = 3
 _PROGRAM = "import sys; from deploy.models.download import main; sys.exit(main(sys.argv[1]))"
 
 
@@ -33,14 +36,33 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "weft" / "models"
 
 
-def fetch_model(url: ModelUrl, cache_dir: Path | None, has_weights: bool) -> FetchedModel:
+def fetch_model(url: ModelUrl, cache_dir: Path | None, has_weights: bool, max_bytes: int | None = None) -> FetchedModel:
     """Brings the files of a model onto this node: all that Weft reads, or those without weights. A model that is there
-    is found without the store. Blocks until the files are there. Raises ConfigError or Unavailable with the reason."""
+    is found without the store. Blocks until the files are there, and keeps them from being removed until this process
+    ends. For a download, others are removed if models take more than `max_bytes`. Raises ConfigError or Unavailable
+    with the reason."""
     root = cache_dir or default_cache_dir()
-    ready = ModelCache(root).ready_folder(url, has_weights)
-    if ready is not None:
-        return FetchedModel(url, ready)
-    question = json.dumps([str(url), str(root), has_weights])
+    cache = ModelCache(root)
+    for _ in range(MAX_FETCHES):
+        if url.version:
+            _hold(root, cache.folder(url))
+            ready = cache.ready_folder(url, has_weights)
+            if ready is not None:
+                return FetchedModel(url, ready)
+        # The model may be removed between the end of this process and the lock that this one takes then.
+        url = _fetch_in_process(url, root, has_weights, max_bytes)
+    raise Unavailable(f"{url} is removed from {root} each time that it was downloaded")
+
+
+def _hold(root: Path, folder: Path) -> None:
+    """Keeps the model in a folder. On a disk that may only be read nothing can be removed, and no lock be made."""
+    with contextlib.suppress(OSError):
+        hold_model(root, folder)
+
+
+def _fetch_in_process(url: ModelUrl, root: Path, has_weights: bool, max_bytes: int | None) -> ModelUrl:
+    """Downloads a model in a process of its own. Returns its pinned URL."""
+    question = json.dumps([str(url), str(root), has_weights, max_bytes])
     done = subprocess.run(
         [sys.executable, "-P", "-c", _PROGRAM, question],
         env=os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
@@ -55,10 +77,10 @@ def fetch_model(url: ModelUrl, cache_dir: Path | None, has_weights: bool) -> Fet
         raise Unavailable(f"the download of {url} ended with status {done.returncode}") from None
     if "error" in answer:
         raise (ConfigError if answer["is_config"] else Unavailable)(answer["error"])
-    return FetchedModel(ModelUrl.parse(answer["url"]), Path(answer["directory"]))
+    return ModelUrl.parse(answer["url"])
 
 
-def _fetch(url: ModelUrl, root: Path, has_weights: bool) -> FetchedModel:
+def _fetch(url: ModelUrl, root: Path, has_weights: bool, max_bytes: int | None) -> ModelUrl:
     store = open_store(url)
     listing = store.list_files()
     if url.version and url.scheme != "hf" and url.version != listing.version:
@@ -67,7 +89,8 @@ def _fetch(url: ModelUrl, root: Path, has_weights: bool) -> FetchedModel:
             "start the cluster again to serve the new ones"
         )
     pinned = url.pinned(listing.version)
-    return FetchedModel(pinned, ModelCache(root).fetch(pinned, open_store(pinned), listing, has_weights))
+    ModelCache(root, max_bytes=max_bytes).fetch(pinned, open_store(pinned), listing, has_weights)
+    return pinned
 
 
 def main(question: str) -> int:
@@ -75,11 +98,11 @@ def main(question: str) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for library in ("httpx", "huggingface_hub"):
         logging.getLogger(library).setLevel(logging.WARNING)
-    text, root, has_weights = json.loads(question)
+    text, root, has_weights, max_bytes = json.loads(question)
     try:
-        url, directory = _fetch(ModelUrl.parse(text), Path(root), has_weights)
+        url = _fetch(ModelUrl.parse(text), Path(root), has_weights, max_bytes)
     except WeftError as error:
         print(json.dumps({"error": error.message, "is_config": isinstance(error, ConfigError)}))
         return 1
-    print(json.dumps({"url": str(url), "directory": str(directory)}))
+    print(json.dumps({"url": str(url)}))
     return 0

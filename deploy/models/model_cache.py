@@ -19,6 +19,8 @@ from pathlib import Path
 
 import filelock
 
+from deploy.models.cache_cleaning import cached_models, make_room
+from deploy.models.model_leases import reading
 from deploy.models.model_stores import Listing, ModelStore, RemoteFile, digest_of
 from deploy.models.model_urls import ModelUrl
 from fabric.contracts import ConfigError, Unavailable
@@ -43,8 +45,11 @@ def needed(files: tuple[RemoteFile, ...], has_weights: bool) -> list[RemoteFile]
 class ModelCache:
     """Holds the folder of all models on this node."""
 
-    def __init__(self, root: Path, free_bytes: Callable[[Path], int] | None = None) -> None:
-        self._root = root
+    def __init__(
+        self, root: Path, free_bytes: Callable[[Path], int] | None = None, max_bytes: int | None = None
+    ) -> None:
+        """Models may take `max_bytes` together; None means no limit. A download removes others for it."""
+        self._root, self._max_bytes = root, max_bytes
         self._free_bytes = free_bytes or (lambda path: shutil.disk_usage(path).free)
 
     def folder(self, url: ModelUrl) -> Path:
@@ -65,11 +70,12 @@ class ModelCache:
         try."""
         folder = self.folder(url)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(folder / ".lock"):
-                if not _mark(folder, has_weights).exists():
-                    self._download(url, store, needed(listing.files, has_weights), folder)
-                    _mark(folder, has_weights).touch()
+            with reading(self._root, folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                with filelock.FileLock(folder / ".lock"):
+                    if not _mark(folder, has_weights).exists():
+                        self._download(url, store, needed(listing.files, has_weights), folder)
+                        _mark(folder, has_weights).touch()
         except OSError as error:
             full = "the disk is full" if error.errno == errno.ENOSPC else str(error)
             raise Unavailable(f"{url} can't be kept in {folder} (model.cache_dir): {full}") from error
@@ -80,6 +86,7 @@ class ModelCache:
         parts = [folder / f"{file.name}.part" for file in missing]
         present = sum(part.stat().st_size for part in parts if part.is_file())
         total = sum(file.num_bytes for file in missing)
+        self._make_room(url, folder, total - present)
         self._check_room(url, folder, total - present)
         progress = _Progress(url, total, present)
         for file, part in zip(missing, parts, strict=True):
@@ -90,12 +97,29 @@ class ModelCache:
             part.replace(folder / file.name)
             shutil.rmtree(folder / f"{part.name}.hub", ignore_errors=True)
 
+    def _make_room(self, url: ModelUrl, folder: Path, num_bytes: int) -> None:
+        """Removes models that no process reads, as far as the limit asks for it. The download goes on if that is not
+        enough, because what serves now matters more than the limit."""
+        if self._max_bytes is None:
+            return
+        for model in make_room(self._root, folder, num_bytes, self._max_bytes):
+            _LOG.info("removed %s (%.1f GB) for %s", model.name, model.num_bytes / 1e9, url)
+        left = sum(model.num_bytes for model in cached_models(self._root)) + num_bytes
+        if left > self._max_bytes:
+            _LOG.warning(
+                "with %s, models take %.1f GB of the %.1f GB of model.cache_bytes; all others are read by processes",
+                url,
+                left / 1e9,
+                self._max_bytes / 1e9,
+            )
+
     def _check_room(self, url: ModelUrl, folder: Path, num_bytes: int) -> None:
         free = self._free_bytes(folder)
         if num_bytes > free - SPARE_BYTES:
             raise ConfigError(
                 f"{url} needs {num_bytes / 1e9:.1f} GB more in {folder}, where {free / 1e9:.1f} GB are free and "
-                f"{SPARE_BYTES / 1e9:.1f} GB stay free; set model.cache_dir to a larger disk"
+                f"{SPARE_BYTES / 1e9:.1f} GB stay free; set model.cache_dir to a larger disk, or "
+                "remove models with `weft node clean`"
             )
 
 
