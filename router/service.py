@@ -149,6 +149,7 @@ class RouterService:
             metrics.registry.register(series)
         metrics.begin(config.model_name, self.modalities)
         self._gate = CapacityGate(self._context.cluster, clock, metrics, self._context.ledger.shares)
+        self.waiting_work = self._gate.waiting_work
         metrics.watch_waiting(lambda: self._gate.num_waiting)
         metrics.watch_prompts(lambda: self.admission.prompt_tokens)
         self._cluster_metrics = ClusterMetrics(member_id, plane, metrics, config.shows_members)

@@ -25,8 +25,17 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.ray.removal import replica_names
+from deploy.scaling import WaitingBoard
 from deploy.start_phases import StartBoard, TellPhase, ToldPhase
-from fabric.contracts import ConfigError, Member, MemberId, ScalingReport, SystemClock, Unavailable
+from fabric.contracts import (
+    ConfigError,
+    Member,
+    MemberId,
+    ScalingReport,
+    SystemClock,
+    Unavailable,
+    WaitingWork,
+)
 from fabric.transport import Directory, Membership, PlaneKeys, ViewChange
 
 logger = logging.getLogger("weft.directory")
@@ -54,6 +63,7 @@ class DirectoryActor:
         self._directory = Directory(SystemClock(), lease_s)
         self._epoch = time.time_ns()
         self._pool_to_scaling: dict[str, ScalingReport] = {}
+        self._waiting = WaitingBoard()
         self._starting = StartBoard()
         self._application = application
         self._lock = threading.Lock()
@@ -114,9 +124,14 @@ class DirectoryActor:
         """Takes the newest decision about the size of a pool."""
         self._pool_to_scaling[report.pool] = report
 
-    def scaling(self) -> tuple[ScalingReport, ...]:
-        """Returns the newest decision about each pool that is scaled."""
+    def scaling(self, router_id: MemberId, waiting: WaitingWork) -> tuple[ScalingReport, ...]:
+        """Takes what waits at a router, and returns the newest decision about each pool that is scaled."""
+        self._waiting.tell(router_id, waiting, time.monotonic())
         return tuple(self._pool_to_scaling.values())
+
+    def waiting(self) -> WaitingWork:
+        """Returns what waits at all routers."""
+        return self._waiting.total(time.monotonic())
 
     def pid(self) -> int:
         """Returns the id of the actor's process, for people and benchmarks."""
@@ -203,12 +218,18 @@ async def plane_keys(cluster: str) -> PlaneKeys:
     return keys
 
 
-async def watch_scaling(cluster: str, take: Callable[[Sequence[ScalingReport]], None]) -> None:
-    """Passes the newest decisions about the sizes of pools to `take`, again and again until it is cancelled."""
+async def watch_scaling(
+    cluster: str,
+    router_id: MemberId,
+    waiting: Callable[[], WaitingWork],
+    take: Callable[[Sequence[ScalingReport]], None],
+) -> None:
+    """Tells the directory what `waiting` says of this router, and passes the newest decisions about the sizes of pools
+    to `take`, again and again until it is cancelled."""
     actor = directory_actor(cluster)
     while True:
         try:
-            take(await asyncio.wait_for(actor.scaling.remote(), timeout=LEASE_S))
+            take(await asyncio.wait_for(actor.scaling.remote(router_id, waiting()), timeout=LEASE_S))
         except (RayError, TimeoutError) as error:
             logger.warning("the directory did not answer (%s)", type(error).__name__)
         await asyncio.sleep(SCALING_POLL_S)

@@ -322,7 +322,8 @@ class RouterReplica:
         self._stop_following = replica_news.subscribe(tell)
         self._watch: asyncio.Task[None] | None = None
         if config.encoders.autoscaling.rules or config.workers.autoscaling.rules:
-            watch = watch_scaling(config.ray.cluster_name, self._service.take_scaling)
+            service = self._service
+            watch = watch_scaling(config.ray.cluster_name, replica_id(), service.waiting_work, service.take_scaling)
             self._watch = asyncio.create_task(watch, name="weft-scaling")
 
     async def endpoint(self) -> tuple[str, int]:

@@ -4,7 +4,8 @@ Serve.
 A replica answers `record_autoscaling_stats` with its load (`load_stats`). Serve collects these numbers in its
 controller and asks the policy of each pool ten times a second how many replicas it should have. `PoolPolicy` asks its
 `PoolScaler` once per interval, and repeats the answer in between. It sends each decision to the cluster's directory,
-from which the routers fetch it for logs and metrics.
+from which the routers fetch it for logs and metrics. The routers tell the directory what waits there, and the policy
+asks it.
 
 Serve's own signals, the counts of requests, are not used, and neither are its delays: the decision contains them. The
 class travels to the controller by value, and `deploy.scaling` by name, so Weft is installed where the controller runs.
@@ -19,17 +20,20 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import ray
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from deploy.ray import directory
-from deploy.scaling import PoolScaler, ReplicaLoad, ScalingDecision, ScalingRules
-from fabric.contracts import ScalingReport
+from deploy.scaling import PoolScaler, ReplicaLoad, ScalingDecision, ScalingRules, waiting_load
+from fabric.contracts import ScalingReport, WaitingWork
 
 _LOG = logging.getLogger("ray.serve")
 _PREFIX = "weft_"
+ASK_S = 1.0
+"""The policy asks the directory this often what waits at the routers."""
 SENDS_PER_INTERVAL = 2.0
 """A replica sends its load this often in an interval."""
 
@@ -69,16 +73,24 @@ class PoolPolicy:
         self._scaler = PoolScaler(ScalingRules(**rules))
         self._reasons: Counter[str] = Counter()
         self._directory: Any = None
+        self._asked: Future[WaitingWork] | None = None
+        self._asked_at_s = -ASK_S
+        self._waiting = WaitingWork()
+        """Holds what waits at the routers, by the newest answer of the directory."""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         now_s, target = time.monotonic(), context.target_num_replicas
+        self._ask(now_s)
         if not self._scaler.is_due(now_s):
             return target, {}
         running = [replica.unique_id for replica in context.running_replicas]
         marks, loads = newest_loads(context.raw_metrics or {})
         heard = self._scaler.hear(now_s, running, marks)
         decision = self._scaler.decide(
-            now_s, target, {name: loads[name] if name in heard else None for name in running}
+            now_s,
+            target,
+            {name: loads[name] if name in heard else None for name in running},
+            waiting_load(self._pool, self._waiting),
         )
         self._reasons[decision.reason] += 1
         if decision.num_replicas != target:
@@ -86,14 +98,33 @@ class PoolPolicy:
         self._tell(scaling_report(self._pool, decision, self._reasons))
         return decision.num_replicas, {}
 
+    def _ask(self, now_s: float) -> None:
+        """Takes the directory's answer about what waits at the routers, if one has come, and asks again after `ASK_S`.
+        It never waits, because Serve's controller has one event loop for everything."""
+        if self._asked is not None and self._asked.done():
+            asked, self._asked = self._asked, None
+            try:
+                self._waiting = asked.result()
+            except ray.exceptions.RayError:
+                self._waiting, self._directory = WaitingWork(), None
+        if self._asked is None and now_s - self._asked_at_s >= ASK_S:
+            self._asked_at_s = now_s
+            if (actor := self._reached()) is not None:
+                self._asked = actor.waiting.remote().future()
+
     def _tell(self, report: ScalingReport) -> None:
-        """Sends a decision to the directory, and waits for nothing. A cluster that ends has no directory."""
+        """Sends a decision to the directory, and waits for nothing."""
+        if (actor := self._reached()) is not None:
+            actor.take_scaling.remote(report)
+
+    def _reached(self) -> Any:
+        """Returns the directory, or None if there is none, as when the cluster ends."""
         try:
             if self._directory is None:
                 self._directory = directory.directory_actor(self._cluster)
-            self._directory.take_scaling.remote(report)
         except (ValueError, ray.exceptions.RayError):
             self._directory = None
+        return self._directory
 
 
 def newest_loads(
@@ -132,4 +163,6 @@ def scaling_report(pool: str, decision: ScalingDecision, reasons: Mapping[str, i
         for_memory=terms.for_memory,
         num_enough=terms.fewest,
         startup_s=terms.startup_s,
+        waiting_s=terms.waiting_s,
+        waiting_memory=terms.waiting_memory,
     )

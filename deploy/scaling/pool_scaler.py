@@ -4,7 +4,10 @@ A `PoolScaler` is asked once per interval. It asks for as many replicas as the l
 
     work    the replicas that keep up with the arriving work at `target_utilization`
     queue   the replicas that keep up and also work off the queue that will be there when a new replica can help
-    memory  the replicas whose KV blocks hold what is in use now, with some to spare; half as many again if all are full
+    memory  the replicas whose KV blocks hold what is in use now, with some to spare; more if all are full
+
+Requests that wait at the routers, because no worker has room or others are ahead of them, are in all three: their work
+has arrived, they queue, and they will use KV blocks.
 
 It goes up at once, so that a burst is answered within two intervals: the rate of work is an average over two. Replicas
 that are starting belong to the target, and what they will do until a new one could help is taken off the queue, so a
@@ -43,6 +46,8 @@ SUSTAINED = 2
 FULL_MEMORY = 0.95
 """A pool is full from this share of its memory on."""
 GROWTH_OF_FULL = 1.5
+AT_ROUTERS = ""
+"""No replica has this name, under which the work that waits at the routers is counted."""
 FULL_UTILIZATION = 0.95
 """The prediction of a queue goes no further than this utilisation, where the queue would be without limit."""
 
@@ -88,7 +93,7 @@ class ScalingTerms(NamedTuple):
     num_silent: int
     num_starting: int
     queue_s: float
-    """Sums the queues of all replicas."""
+    """Sums the queues of all replicas and what waits at the routers."""
     work_rate: float
     """Holds the work that arrives, in seconds of a replica per second."""
     memory_use: float
@@ -101,6 +106,10 @@ class ScalingTerms(NamedTuple):
     """The pool needs so many replicas for its memory; the two fields above hold the same for work and queue."""
     fewest: int
     """Holds the smallest pool that would be enough now, with something to spare."""
+    waiting_s: float = 0.0
+    """Holds the work that waits at the routers, which has arrived; `waiting_memory` holds the replicas whose KV blocks
+    it will fill."""
+    waiting_memory: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +132,9 @@ class ScalingDecision:
             f"{change} ({self.reason}): {terms.num_running} running, {terms.num_starting} starting, {terms.num_silent} "
             f"silent; work of {terms.work_rate:.2f} replicas arrives and asks for {terms.for_work:.2f}; a queue of "
             f"{terms.queue_s:.2f} s asks for {terms.for_queue:.2f}; memory in use of {terms.memory_use:.2f} replicas "
-            f"asks for {terms.for_memory:.2f}; {terms.fewest} would be enough; a start takes {terms.startup_s:.1f} s"
+            f"asks for {terms.for_memory:.2f}; {terms.waiting_s:.2f} s of work, and memory of "
+            f"{terms.waiting_memory:.2f} replicas, wait at the routers; {terms.fewest} would be enough; a start takes "
+            f"{terms.startup_s:.1f} s"
         )
 
 
@@ -163,13 +174,20 @@ class PoolScaler:
         limit_s = STALE_INTERVALS * self.rules.interval_s
         return {name for name, (changed_s, _) in self._seen.items() if now_s - changed_s <= limit_s}
 
-    def decide(self, now_s: float, num_target: int, loads: Mapping[str, ReplicaLoad | None]) -> ScalingDecision:
+    def decide(
+        self,
+        now_s: float,
+        num_target: int,
+        loads: Mapping[str, ReplicaLoad | None],
+        waiting: ReplicaLoad = ReplicaLoad(),  # noqa: B008 (a NamedTuple is immutable)
+    ) -> ScalingDecision:
         """Returns the number of replicas that the pool should have. `num_target` is the number that it was last asked
-        to have, and `loads` holds each running replica; the load of a silent one is None."""
-        self._count_arrivals(now_s, loads)
+        to have, and `loads` holds each running replica; the load of a silent one is None. `waiting` is what waits at
+        the routers (`waiting_load`)."""
+        self._count_arrivals(now_s, {**loads, AT_ROUTERS: waiting})
         self._decided_at_s = now_s
         self._learn_startup(now_s, num_target, len(loads))
-        terms = self._terms(now_s, num_target, loads)
+        terms = self._terms(now_s, num_target, loads, waiting)
         wanted, reason = self._choice(now_s, num_target, terms)
         num_replicas = min(max(wanted, self.rules.min_replicas), self.rules.max_replicas)
         if num_replicas != wanted:
@@ -201,7 +219,8 @@ class PoolScaler:
 
     def _count_arrivals(self, now_s: float, loads: Mapping[str, ReplicaLoad | None]) -> None:
         """Takes the work that has arrived at all replicas since the last decision. A replica that was not there before
-        has begun with nothing, unless this is the first decision."""
+        has begun with nothing, unless this is the first decision. Work that a router has kept and then sent on leaves
+        one sum and enters another, so it counts once."""
         added = [0.0, 0.0]
         for name, load in loads.items():
             if load is None:
@@ -224,10 +243,12 @@ class PoolScaler:
             / passed_s
         )
 
-    def _terms(self, now_s: float, num_target: int, loads: Mapping[str, ReplicaLoad | None]) -> ScalingTerms:
+    def _terms(
+        self, now_s: float, num_target: int, loads: Mapping[str, ReplicaLoad | None], waiting: ReplicaLoad
+    ) -> ScalingTerms:
         known = [load for load in loads.values() if load is not None]
         num_running = len(loads)
-        queue_s, work_rate = sum(load.queue_s for load in known), self._work_rate()
+        queue_s, work_rate = sum(load.queue_s for load in known) + waiting.queue_s, self._work_rate()
         memory_use = sum(load.memory_use for load in known)
         is_over = bool(known) and queue_s > self.rules.queue_limit_s * num_running
         self._num_over = self._num_over + 1 if is_over else 0
@@ -241,8 +262,10 @@ class PoolScaler:
             startup_s=self._startup_s,
             for_work=work_rate / self.rules.target_utilization,
             for_queue=self._for_queue(now_s, num_running, num_target, queue_s, work_rate),
-            for_memory=self._for_memory(len(known), memory_use),
-            fewest=self._fewest(num_running, queue_s, work_rate, memory_use),
+            for_memory=self._for_memory(len(known), memory_use, waiting.memory_use),
+            fewest=self._fewest(num_running, queue_s, work_rate, memory_use + waiting.memory_use),
+            waiting_s=waiting.arrived_s,
+            waiting_memory=waiting.memory_use,
         )
 
     def _for_queue(self, now_s: float, num_running: int, num_target: int, queue_s: float, work_rate: float) -> float:
@@ -263,10 +286,10 @@ class PoolScaler:
         is_sustained = self._num_over >= SUSTAINED and num_target <= num_running
         return max(need, num_running + 1.0) if is_sustained else need
 
-    def _for_memory(self, num_known: int, memory_use: float) -> float:
-        """Returns the replicas that hold what is in use with some to spare. Routers keep requests that find no room, so
-        a full pool does not show how much it lacks; it then grows by half."""
-        need = memory_use / self.rules.target_memory_use
+    def _for_memory(self, num_known: int, memory_use: float, waiting: float) -> float:
+        """Returns the replicas that hold what is in use, and what waits for room, with some to spare. What is not yet
+        generated is not known, so a full pool grows by half at least."""
+        need = (memory_use + waiting) / self.rules.target_memory_use
         is_full = num_known > 0 and memory_use >= FULL_MEMORY * num_known
         return max(need, GROWTH_OF_FULL * num_known) if is_full else need
 

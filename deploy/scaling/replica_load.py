@@ -11,6 +11,8 @@ add, and the capacity is what the fixed part leaves of the longest step that the
 worker that decodes one sequence would count as full, and a pool of encoders would seem to get more work the more
 encoders share it, because their batches become smaller.
 
+What waits at the routers is the load of one more replica, which does nothing (`waiting_load`).
+
 A shortage in one pool does not show as a queue or as used memory in the other: an encoder whose arena is full of
 features that workers have not read counts no queue, and KV blocks of sequences that wait for features do not count.
 
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fabric.contracts import EncoderReport, WorkerReport
+from fabric.contracts import EncoderReport, WaitingWork, WorkerReport
 
 FULL_ARENA = 0.9
 """An arena counts as full of unread features from this share on."""
@@ -44,6 +46,14 @@ class ReplicaLoad(NamedTuple):
     """Holds the share of the KV blocks that sequences use which don't wait for features; 0 for encoders."""
     num_open: float = 0.0
     """Counts the requests or items that are open. It is only shown; work is measured in seconds."""
+
+
+def waiting_load(pool: str, work: WaitingWork) -> ReplicaLoad:
+    """Returns what the requests that wait at the routers are to a pool, as the load of a replica. Their prompts wait
+    for the workers. Their media have arrived, but wait for no encoder: an encoder could begin at once."""
+    if pool == "worker":
+        return ReplicaLoad(work.worker_s, work.worker_s, memory_use=work.kv_share)
+    return ReplicaLoad(arrived_s=work.encoder_s)
 
 
 class ArrivedWork:

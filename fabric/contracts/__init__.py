@@ -178,7 +178,7 @@ from fabric.contracts.messages import (
     feature_nbytes,
 )
 from fabric.contracts.reported_metrics import ProcessStats, metrics_of
-from fabric.contracts.scaling_reports import ScalingReport
+from fabric.contracts.scaling_reports import ScalingReport, WaitingWork
 
 __all__ = [
     "ANCHOR_STRIDE",
@@ -302,6 +302,7 @@ __all__ = [
     "UnsupportedContentType",
     "UnsupportedModality",
     "UrlRefused",
+    "WaitingWork",
     "WeftError",
     "WorkerBackedUp",
     "WorkerLeaving",

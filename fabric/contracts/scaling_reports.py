@@ -1,7 +1,8 @@
-"""Defines the report of a decision about the size of a pool, and the metrics that routers make of it.
+"""Defines what travels between the routers and the policy that scales a pool: the work that waits at a router, and the
+report of a decision with the metrics that routers make of it.
 
-The policy that scales a pool runs in a process that answers no scrape, so its decisions travel to the routers. The
-module knows nothing of how a decision is made.
+The policy runs in a process that answers no scrape and sees no router, so its decisions travel to the routers, and what
+no member knows of yet travels to the policy. The module knows nothing of how a decision is made.
 """
 
 from __future__ import annotations
@@ -10,6 +11,23 @@ from typing import Annotated
 
 from fabric.contracts.calls import Wire
 from fabric.contracts.reported_metrics import gauge
+
+
+class WaitingWork(Wire, frozen=True):
+    """A `WaitingWork` is what requests that wait at routers will be to the pools, while no member knows of them."""
+
+    worker_s: float = 0.0
+    """Predicts the time that their prompts add to the steps of one worker."""
+    kv_share: float = 0.0
+    """Says how many workers' KV blocks their prompts fill."""
+    encoder_s: float = 0.0
+    """Predicts the time that their media add to the forward passes of one encoder."""
+
+    def plus(self, other: WaitingWork) -> WaitingWork:
+        """Returns the sum of both."""
+        return WaitingWork(
+            self.worker_s + other.worker_s, self.kv_share + other.kv_share, self.encoder_s + other.encoder_s
+        )
 
 
 class ScalingReport(Wire, frozen=True):
@@ -70,4 +88,19 @@ class ScalingReport(Wire, frozen=True):
     startup_s: Annotated[
         float,
         gauge("weft_autoscaling_startup_seconds", "Recent average of the time from a decision until a replica runs."),
+    ] = 0.0
+    waiting_s: Annotated[
+        float,
+        gauge(
+            "weft_autoscaling_waiting_seconds",
+            "Predicted work of the requests that wait at the routers for room or for their turn; for workers it is in "
+            "`weft_autoscaling_queue_seconds` too.",
+        ),
+    ] = 0.0
+    waiting_memory: Annotated[
+        float,
+        gauge(
+            "weft_autoscaling_waiting_memory_replicas",
+            "KV blocks that the requests at the routers wait for, as the number of replicas that they would fill.",
+        ),
     ] = 0.0

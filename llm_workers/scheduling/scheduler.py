@@ -191,9 +191,10 @@ class Scheduler:
         return 0 if self._roster.has_released else self._steps.num_steady()
 
     def run_steady_steps(self, num_steps: int, draw: DrawTokens) -> list[SequenceTokens]:
-        """Advances by `num_steps` steps in one call, at most `num_steady_steps`. Everything but the clock is
-        afterwards as if each step had been planned and committed with these draws, block events in their order
-        included. The simulator of `loadtest` needs it; an engine, which learns the tokens step by step, does not."""
+        """Advances by `num_steps` steps in one call, at most `num_steady_steps`, or what earlier calls have left of
+        them. Everything but the clock is afterwards as if each step had been planned and committed with these draws,
+        block events in their order included. The simulator of `loadtest` needs it; an engine, which learns the tokens
+        step by step, does not."""
         return self._steps.run_steady(num_steps, draw)
 
     # ------------------------------------------------------------ queries and drains
@@ -462,16 +463,21 @@ class Steps:
     # ------------------------------------------------------------ many equal steps
 
     def num_steady(self) -> int:
-        standings, batch = self._standings, self._standings.batch
-        if not len(batch) or len(batch) != len(standings.decodes) or standings.is_stirred or len(standings.prefills):
-            return 0
-        num_steps = batch.num_draws_before_last() if self._planner.has_room_for(len(batch)) else 0
-        while num_steps and batch.num_growing(num_steps) > self._resources.pool.num_free:
+        num_steps = self._num_equal()
+        while num_steps and self._standings.batch.num_growing(num_steps) > self._resources.pool.num_free:
             num_steps //= 2
         return num_steps
 
+    def _num_equal(self) -> int:
+        """Returns how many of the next steps have the same sequences and tokens, if there are blocks for them."""
+        standings, batch = self._standings, self._standings.batch
+        if not len(batch) or len(batch) != len(standings.decodes) or standings.is_stirred or len(standings.prefills):
+            return 0
+        return batch.num_draws_before_last() if self._planner.has_room_for(len(batch)) else 0
+
     def run_steady(self, num_steps: int, draw: DrawTokens) -> list[SequenceTokens]:
-        assert 0 < num_steps <= self.num_steady(), "the steps are not steady"
+        # What is left of steps that were named earlier may be more than `num_steady`, which halves, would name now.
+        assert 0 < num_steps <= self._num_equal(), "the steps are not steady"
         assert not self._in_flight, "the last step was neither committed nor rolled back"
         assert not self._decoding, "the last step was neither committed nor rolled back"
         standings, batch = self._standings, self._standings.batch

@@ -26,7 +26,7 @@ from loadtest.simulator.workloads import WorkloadSpec, generate
 
 KINDS = ("encoder", "worker")
 SESSIONS = 1_000_000
-"""Keeps the conversations of the three parts of the load apart."""
+"""Keeps the conversations of the parts of the load apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,12 @@ class BurstScenario:
     image_rate: float = 8.0
     factor: float = 5.0
     """Multiplies the rate of pictures during the burst."""
+    text_factor: float = 1.0
+    """Multiplies the rate of texts during the burst."""
+    num_blocks: int = 16384
+    """Holds the KV blocks of a worker, of 32 tokens each."""
+    sees_routers: bool = True
+    """Says that the decisions know what waits at the routers."""
     burst_from_s: float = 60.0
     burst_until_s: float = 120.0
     end_s: float = 270.0
@@ -56,7 +62,7 @@ class BurstScenario:
             self.workers.min_replicas,
             self.encoders.min_replicas,
             block_size=32,
-            num_blocks=16384,
+            num_blocks=self.num_blocks,
             encoder_slowness=(self.encoder_slowness,),
             seed=self.seed,
         )
@@ -69,8 +75,13 @@ class BurstScenario:
             self._part(self.picture, self.image_rate, 0.0, self.end_s, 1),
         ]
         if has_burst:
-            more = (self.factor - 1) * self.image_rate
-            parts.append(self._part(self.picture, more, self.burst_from_s, self.burst_until_s, 2))
+            more = (
+                (self.picture, (self.factor - 1) * self.image_rate),
+                ("text", (self.text_factor - 1) * self.text_rate),
+            )
+            for number, (kind, rate) in enumerate(more, 2):
+                if rate > 0.0:
+                    parts.append(self._part(kind, rate, self.burst_from_s, self.burst_until_s, number))
         ordered = merge(*parts, key=lambda request: request.arrival_s)
         return (replace(request, index=index) for index, request in enumerate(ordered))
 
@@ -135,7 +146,8 @@ def run_burst(label: str, scenario: BurstScenario, *, has_burst: bool, scaled: S
     scalers = []
     for kind, own in rules.items():
         fixed = replace(own, max_replicas=own.min_replicas)
-        scalers.append(PoolAutoscaler(cluster, kind, own if kind in scaled else fixed, scenario.startup_s))
+        own = own if kind in scaled else fixed
+        scalers.append(PoolAutoscaler(cluster, kind, own, scenario.startup_s, sees_routers=scenario.sees_routers))
     result = cluster.run(scenario.requests(has_burst=has_burst))
     changes = sorted((one for scaler in scalers for one in scaler.changes), key=lambda change: change.at_s)
     sizes = {scaler.kind: scaler.sizes for scaler in scalers}

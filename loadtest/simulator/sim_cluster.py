@@ -39,7 +39,7 @@ from loadtest.simulator.faults import MemberFault
 from loadtest.simulator.policies import ClusterNews, RoutingPolicy, make_policy
 from loadtest.simulator.sim_encoder import SimEncoder
 from loadtest.simulator.sim_requests import Outcome, SimRequest
-from loadtest.simulator.sim_router import FIRST_ARRIVAL_S, RouterSettings, SimRouter, make_cluster_rng
+from loadtest.simulator.sim_router import FIRST_ARRIVAL_S, RouterSettings, SimRouter
 from loadtest.simulator.sim_worker import SimWorker, WorkerLimits
 from modalities.family import ModelShape
 from router.planning import ClusterState, PlannerSettings
@@ -286,7 +286,7 @@ class SimCluster:
     def _new_router(self, index: int, policy_of: Callable[[int], RoutingPolicy] | None) -> SimRouter:
         """Returns a router that knows all members."""
         settings, hidden_size = self.settings, self.settings.table.worker.hidden_size
-        rng = make_cluster_rng(settings.seed, index)
+        rng = random.Random(1_000_003 * settings.seed + index)
         shape = ModelShape(hidden_size, 1, 1, 1, 1, 1, settings.max_model_len)
         num_blocks = max(1 << 18, settings.num_workers * settings.num_blocks)
         planner_settings = replace(settings.planner, max_index_blocks=num_blocks)

@@ -9,7 +9,6 @@ request that finds no member waits in the production `CapacityQueue`. Reports an
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from fabric.contracts import (
     RouterNews,
     SamplingParams,
     StopConditions,
+    WaitingWork,
     WeftError,
     WorkerReport,
 )
@@ -317,6 +317,10 @@ class SimRouter:
         room = self._room_need(routed) if self._settings.waits_for_room else None
         return Waiter(age, need, deadline_s, room=room, since_s=now, lacks_members=lacks_members)
 
+    def waiting_work(self) -> WaitingWork:
+        """Returns the work of the requests that wait here for room or for their turn."""
+        return self._waiting.waiting_work(self._loop.now())
+
     # ------------------------------------------------------------ attempts
 
     def _dispatch(self, routed: RoutedRequest) -> None:
@@ -539,6 +543,8 @@ class SimRouter:
         self.num_waited += 1
         routed.waiter, routed.lacks_members = waiter, waiter.lacks_members
         self._waiter_to_routed[id(waiter)] = routed
+        if waiter.room is not None:
+            waiter.work = self.cluster.predicted_work(waiter.room, routed.query, self._loop.now())
         self._waiting.join(waiter)
         self._set_timer()
 
@@ -590,8 +596,3 @@ class SimRouter:
             self._waiting.leave(routed.waiter, has_arrived)
             self._waiter_to_routed.pop(id(routed.waiter), None)
             routed.waiter = None
-
-
-def make_cluster_rng(seed: int, router_index: int) -> random.Random:
-    """Returns the random source of one router's plans."""
-    return random.Random(1_000_003 * seed + router_index)

@@ -11,8 +11,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deploy.scaling import EncoderMeter, PoolScaler, ReplicaLoad, ScalingDecision, ScalingRules, WorkerMeter
-from fabric.contracts import MemberId
+from deploy.scaling import (
+    EncoderMeter,
+    PoolScaler,
+    ReplicaLoad,
+    ScalingDecision,
+    ScalingRules,
+    WorkerMeter,
+    waiting_load,
+)
+from fabric.contracts import MemberId, WaitingWork
 from loadtest.simulator.sim_cluster import SimCluster
 from loadtest.simulator.sim_encoder import SimEncoder
 from loadtest.simulator.sim_worker import SimWorker
@@ -34,8 +42,12 @@ class SizeChange:
 class PoolAutoscaler:
     """A `PoolAutoscaler` scales the encoders or the workers of one cluster from its construction on."""
 
-    def __init__(self, cluster: SimCluster, kind: str, rules: ScalingRules, startup_s: float) -> None:
-        """Scales the members of `kind`, each of which takes `startup_s` to start."""
+    def __init__(
+        self, cluster: SimCluster, kind: str, rules: ScalingRules, startup_s: float, *, sees_routers: bool = True
+    ) -> None:
+        """Scales the members of `kind`, each of which takes `startup_s` to start. Without `sees_routers`, the decisions
+        know nothing of what waits at the routers."""
+        self._sees_routers = sees_routers
         self.kind, self.rules = kind, rules
         self.changes: list[SizeChange] = []
         self.sizes: list[tuple[float, int]] = []
@@ -73,7 +85,10 @@ class PoolAutoscaler:
         names = [member.member.member_id for member in self._running()]
         heard = self._scaler.hear(now_s, names, {name: self._loads[name][0] for name in names if name in self._loads})
         loads = {str(name): self._loads[name][1] if name in heard else None for name in names}
-        decision = self.last = self._scaler.decide(now_s, self._target, loads)
+        work = WaitingWork()
+        for router in self._cluster.routers if self._sees_routers else ():
+            work = work.plus(router.waiting_work())
+        decision = self.last = self._scaler.decide(now_s, self._target, loads, waiting_load(self.kind, work))
         self.sizes.append((now_s, len(names)))
         if decision.num_replicas != self._target:
             self.changes.append(SizeChange(now_s, self.kind, self._target, decision.num_replicas, decision.told()))

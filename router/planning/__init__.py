@@ -12,7 +12,8 @@ their way, `report_age` how old a report is, and `peer_news` what other routers 
 the work of one member costs, `cost_columns` the same for all members as arrays, and `saved_costs` what stays for
 another run; `link_classes` says how far apart two members run, and `cost_learning` corrects the costs by results and
 reports. `member_standing` says for people how a router sees each member. `kv_room` says whether a worker has room for a
-request, and `capacity_queue` orders the requests that no member can serve now.
+request, and `capacity_queue` orders the requests that no member can serve now. `predicted_work` says what such a
+request will be to the members.
 
 A request's run plans its attempts with `ClusterState.plan` and `ClusterState.plan_encoding` and waits in a
 `CapacityQueue`; the router service passes the members' messages to `ClusterState`, whose accuracy the metrics export.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from fabric.contracts import MemberId
+from fabric.contracts import MemberId, WaitingWork
 from router.planning.kv_room import ROOM_NOW, KvRoom, RoomNeed
 
 FIRST_ON_THE_WAY = 16
@@ -105,6 +105,8 @@ class Waiter:
     """This is the time at which the request joined."""
     lacks_members: bool = True
     """Tells whether the request waits because members were missing, and not for room or for its turn."""
+    work: WaitingWork = WaitingWork()  # noqa: RUF009 (a frozen struct is immutable)
+    """Predicts what the request will be to the members."""
 
     def __lt__(self, other: Waiter) -> bool:
         return self.age < other.age
@@ -231,6 +233,19 @@ class CapacityQueue:
     @property
     def num_on_the_way(self) -> int:
         return sum(len(group.on_the_way) for group in self._groups.values())
+
+    def waiting_work(self, now: float) -> WaitingWork:
+        """Returns the work of the requests that wait for room or for their turn. Those whose members are missing do not
+        count: more members of that kind would be there no sooner than the one that is missing. The cost of this call
+        grows with the number of waiters, so it is for every second and not for every request."""
+        total, asked = WaitingWork(), dict[tuple[frozenset[str], frozenset[MemberId]], bool]()
+        for waiter in self._waiting:
+            key = waiter.need.modalities, waiter.need.excluded(now)
+            if key not in asked:
+                asked[key] = self._supply.can_serve(*key, now)
+            if asked[key]:
+                total = total.plus(waiter.work)
+        return total
 
     def num_tokens_ahead(self, newcomer: Waiter, now: float) -> int:
         """Counts the prompt tokens of the waiting requests that may get room before a request that joins now. Those of

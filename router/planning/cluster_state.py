@@ -30,6 +30,7 @@ from fabric.contracts import (
     MemberId,
     MmHash,
     RouterNews,
+    WaitingWork,
     WorkerReport,
     context_scale_tokens,
     key_of,
@@ -45,7 +46,17 @@ from router.planning.member_costs import CostDefaults
 from router.planning.member_shares import EncoderShare, WorkerShare, awaited_tokens
 from router.planning.member_state import EncoderState, InFlight, WorkerState
 from router.planning.peer_news import NewsLog, PeerBook
-from router.planning.plan_types import Chance, ItemTerms, PairScores, PlanSettings, QueryHints, RoutePlan, RouteQuery
+from router.planning.plan_types import (
+    Chance,
+    ItemTerms,
+    MediaOfPrompt,
+    PairScores,
+    PlanSettings,
+    QueryHints,
+    RoutePlan,
+    RouteQuery,
+)
+from router.planning.predicted_work import predicted_work
 from router.planning.promised_prompts import marks_of
 from router.planning.route_plan import plan_encoding, plan_route, score_pairs
 from router.planning.saved_costs import SavedCosts
@@ -265,6 +276,13 @@ class ClusterState:
         members = [(workers.members[slot], int(shared[slot])) for slot in np.flatnonzero(shared)]
         worker_to_shared = {member.member_id: num for member, num in members if member is not None}
         return self._rooms.room(need, worker_to_shared, barred, now)
+
+    def predicted_work(self, need: RoomNeed, media: MediaOfPrompt, now: float) -> WaitingWork:
+        """Returns what a request will be to the members, without what the worker with the longest cached prefix has of
+        its prompt."""
+        workers = self.columns(now).workers
+        covered = int((self._depths(need.scheme_to_hashes) * workers.block_size[: len(workers)]).max(initial=0))
+        return predicted_work(need, media, covered, workers, self._learning, now)
 
     def next_return_s(self, now: float) -> float | None:
         """Returns when the next exclusion ends, or None if no member is excluded."""

@@ -192,6 +192,13 @@ class Learning:
         assert self._believed is not None, "refresh precedes the use of what is believed"
         return self._believed
 
+    def mean_encode_s(self, modality: str, cost: int) -> float:
+        """Returns what a medium adds to the forward passes of an encoder, by the mean of what is believed of all."""
+        lines = self.believed.encoders[self._modality_to_row.get(modality, 0)]
+        slopes = lines[[2 * STAGES.index(stage) + 1 for stage in ("device_prepare", "encode")]].sum(axis=0)
+        known = slopes[~np.isnan(slopes)]
+        return float(known.mean()) * cost if len(known) else 0.0
+
     def links(self) -> dict[LinkClass, Line]:
         return {link: cost.line for link, cost in self._links.items()}
 

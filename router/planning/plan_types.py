@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from fabric.contracts import AttemptId, KvScheme, MediaItem, MemberId, MmHash, PlaceholderRange
+
+
+class MediaOfPrompt(Protocol):
+    """A `MediaOfPrompt` has the media of a request and their places in its prompt."""
+
+    @property
+    def media(self) -> tuple[MediaItem, ...]: ...
+
+    @property
+    def placeholders(self) -> tuple[PlaceholderRange, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)

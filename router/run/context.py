@@ -24,6 +24,7 @@ from fabric.contracts import (
     Member,
     MemberId,
     PlaneMessage,
+    WaitingWork,
 )
 from fabric.transport import Plane
 from router.observe import RouterMetrics
@@ -176,6 +177,10 @@ class CapacityGate:
     @property
     def num_waiting(self) -> int:
         return self._queue.num_waiting
+
+    def waiting_work(self) -> WaitingWork:
+        """Returns the work of the requests that wait for room or for their turn."""
+        return self._queue.waiting_work(self.clock.now())
 
     def must_wait(self, newcomer: Waiter, room: KvRoom) -> bool:
         """Returns whether a request must join the queue, because other requests are ahead of it or no worker has room

@@ -78,7 +78,7 @@ class Turn:
         self._check_prediction(waiter, room, preview)
         is_full = room.verdict == "later"
         reason = "no worker has room for the request's KV blocks" if is_full else "other requests are served first"
-        if not await self._stand_in_line(waiter, reason) and (is_full or self._is_late()):
+        if not await self._stand_in_line(waiter, prompt, reason) and (is_full or self._is_late()):
             room = self._room(prompt, num_generated)
             if not self.is_dispatched and (room.verdict == "later" or self._is_late()):
                 self._check_deadline(room.wait_s or 0.0)
@@ -90,7 +90,7 @@ class Turn:
         """Waits until the members that the prompt needs are there, for what is left of `capacity_wait_s`. Returns False
         if the time was over first. Raises DeadlineOutOfReach if the request's own deadline was."""
         waiter = self._waiter(prompt, num_generated, lacks_members=True)
-        if self.left_to_wait_s > 0 and await self._stand_in_line(waiter, reason):
+        if self.left_to_wait_s > 0 and await self._stand_in_line(waiter, prompt, reason):
             return True
         self._check_deadline(0.0)
         return False
@@ -164,9 +164,11 @@ class Turn:
         room_need = self._room_need(prompt, num_generated, is_spare=self.terms.is_batch)
         return Waiter(self._age, need, deadline_s, standing, room_need, now, lacks_members)
 
-    async def _stand_in_line(self, waiter: Waiter, reason: str) -> bool:
+    async def _stand_in_line(self, waiter: Waiter, prompt: Prompt, reason: str) -> bool:
         """Waits in the queue for what the prompt needs. Returns False if the time was over before that was there."""
         began_s = self._context.clock.now()
+        if waiter.room is not None:
+            waiter.work = self._context.cluster.predicted_work(waiter.room, prompt, began_s)
         self._trace.add("waiting", reason=reason)
         self._wait = wait = self._gate.join(waiter)
         is_served = False

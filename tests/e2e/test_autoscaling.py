@@ -207,3 +207,41 @@ def test_both_pools_grow_and_shrink_under_load(scaled: ClusterProcess) -> None:
     log = "".join(path.read_text() for path in scaled.log_dir.rglob("*") if path.is_file() and "router-" in path.name)
     assert "the encoders go from 1 to 2" in log
     assert "the workers go from 2 to 1 (less work)" in log
+
+
+# ------------------------------------------------------------ requests that wait at the router
+
+WAITING = 'weft_autoscaling_waiting_memory_replicas{pool="worker"}'
+PROMPT = "Say it again, please. " * 40
+NARROW: dict[str, dict[str, object]] = {
+    "server": {"port": 0, "drain_s": 2},
+    "encoders": {"replicas": 0},
+    "workers": {"autoscaling": SCALING | {"downscale_delay_s": 600.0}, "num_blocks": 48, "step_delay_s": 0.02},
+}
+"""The KV blocks of a worker hold two or three of the prompts."""
+
+
+async def ask_all(cluster: ClusterProcess) -> tuple[list[int], float]:
+    """Asks more at once than the KV blocks hold. Returns the statuses of the answers, and the largest number of
+    replicas for which KV blocks were waited for at the router, by the policy's decisions until the last answer."""
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=180) as http:
+
+        async def ask(number: int) -> int:
+            prompt = {"model": cluster.model, "prompt": f"{number} {PROMPT}", "max_tokens": 100, "ignore_eos": True}
+            return (await http.post("/v1/completions", json=prompt)).status_code
+
+        asking = [asyncio.create_task(ask(number)) for number in range(24)]
+        waiting = 0.0
+        while not all(each.done() for each in asking):
+            waiting = max(waiting, (await asyncio.to_thread(scaling, cluster)).get(WAITING, 0.0))
+            await asyncio.sleep(0.25)
+        return [each.result() for each in asking], waiting
+
+
+def test_what_waits_at_the_router_brings_a_worker() -> None:
+    with start_cluster(**NARROW) as cluster:
+        statuses, waiting = asyncio.run(ask_all(cluster))
+        assert statuses == [200] * 24
+        assert waiting > 1.0, "more waits than one worker holds, and the policy learns of it"
+        deadline_s = time.monotonic() + LIMIT_S
+        asyncio.run(until_sizes(cluster, {"encoder": 0, "worker": 2}, deadline_s))

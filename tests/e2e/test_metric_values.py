@@ -437,6 +437,14 @@ ELSEWHERE = {
         "tests/unit/router/test_scaling_series.py",
         '"weft_autoscaling_startup_seconds": 31.5,',
     ),
+    "weft_autoscaling_waiting_seconds": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_waiting_seconds": 6.5,',
+    ),
+    "weft_autoscaling_waiting_memory_replicas": (
+        "tests/unit/router/test_scaling_series.py",
+        '"weft_autoscaling_waiting_memory_replicas": 1.75,',
+    ),
     "weft_autoscaling_decisions_total": (
         "tests/unit/router/test_scaling_series.py",
         'assert decisions == {("encoder", "queue"): 1',

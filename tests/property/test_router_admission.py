@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from fabric.contracts import MemberId
+from fabric.contracts import MemberId, WaitingWork
 from router.planning import CapacityNeed, CapacityQueue, KvRoom, RoomNeed, Standing, TenantShares, Waiter
 from router.planning.capacity_queue import MAX_PASSED_OVER, RESERVE_AFTER_S, RESERVE_FOR_S
 
@@ -335,3 +335,21 @@ def test_only_requests_that_go_first_are_ahead() -> None:
     while (turn := queue.take(0.0)) is not None:
         queue.leave(turn.waiter, has_arrived=True)
     assert ahead(CapacityNeed(IMAGE), batch) == 0
+
+
+def test_the_work_of_requests_whose_members_are_missing_is_left_out() -> None:
+    pools = Pools({MemberId("w0"): 1}, has_encoder=False)
+    queue = CapacityQueue(pools)
+    text_work, media_work = WaitingWork(2.0, 0.5), WaitingWork(1.0, 0.25, 4.0)
+    waiters = [
+        Waiter((float(number), ""), need, 100.0, room=RoomNeed(2), work=work)
+        for number, (need, work) in enumerate([(CapacityNeed(), text_work), (CapacityNeed(IMAGE), media_work)] * 2)
+    ]
+    for waiter in waiters:
+        queue.join(waiter)
+    assert queue.waiting_work(1.0) == WaitingWork(4.0, 1.0, 0.0)
+    pools.has_encoder = True
+    assert queue.waiting_work(1.0) == WaitingWork(6.0, 1.5, 8.0)
+    for waiter in waiters:
+        queue.leave(waiter)
+    assert queue.waiting_work(1.0) == WaitingWork()

@@ -69,7 +69,9 @@ class DecodingWorker:
         while self.num_steps < end:
             steady = min(self.scheduler.num_steady_steps(), self.longest, end - self.num_steps)
             if steady:
-                drawn = self.scheduler.run_steady_steps(steady, draw)
+                drawn = []
+                for part in (1, steady - 1) if steady > 1 else (1,):  # The simulator may have to stop in between.
+                    drawn += self.scheduler.run_steady_steps(part, draw)
                 self.num_steps += steady
                 self.num_skipped += steady
             else:

@@ -86,3 +86,30 @@ def test_streams_that_outlast_the_time_of_a_worker_move() -> None:
     run = run_burst("moving", scenario, has_burst=False, scaled=("worker",))
     assert run.num_moved > 0
     assert run.num_lost == 0
+
+
+def test_workers_that_are_full_come_sooner_when_the_routers_say_what_waits() -> None:
+    """Texts fill the KV blocks of the workers, and the routers keep the others."""
+    rules = ScalingRules(2, 10, slo_ttft_s=2.0, interval_s=4.0, downscale_delay_s=20.0, startup_s=4.0)
+    texts = BurstScenario(
+        text_rate=1.0,
+        image_rate=0.1,
+        factor=1.0,
+        text_factor=12.0,
+        burst_from_s=8.0,
+        burst_until_s=28.0,
+        end_s=32.0,
+        startup_s=4.0,
+        num_blocks=128,
+        encoders=replace(rules, max_replicas=2),
+        workers=rules,
+    )
+    seeing, blind = (
+        run_burst(str(sees), replace(texts, sees_routers=sees), has_burst=True, scaled=("worker",))
+        for sees in (True, False)
+    )
+    assert (seeing.num_lost, blind.num_lost) == (0, 0)
+    assert seeing.ttft_ms("text", 0.99) < blind.ttft_ms("text", 0.99)
+    sizes = [sum(size for at_s, size in run.kind_to_sizes["worker"] if at_s <= 24.0) for run in (seeing, blind)]
+    assert sizes[0] > sizes[1]
+    assert any("wait at the routers" in change.told for change in seeing.changes)

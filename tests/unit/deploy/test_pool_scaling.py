@@ -14,8 +14,11 @@ from deploy.scaling import (
     ReplicaLoad,
     ScalingDecision,
     ScalingRules,
+    WaitingBoard,
     WorkerMeter,
+    waiting_load,
 )
+from deploy.scaling.waiting_board import FORGET_S
 from fabric.contracts import (
     ArenaStats,
     DeviceStats,
@@ -24,6 +27,7 @@ from fabric.contracts import (
     FeatureStats,
     ItemStats,
     MemberId,
+    WaitingWork,
     WorkerReport,
 )
 
@@ -78,6 +82,63 @@ def test_work_that_is_given_up_is_taken_back() -> None:
     for at_s, arrived_s in ((0.0, 100.0), (5.0, 110.0), (10.0, 103.0), (15.0, 100.0)):
         decision = scaler.decide(at_s, 1, {"a": ReplicaLoad(arrived_s=arrived_s)})
         assert decision.terms.work_rate == pytest.approx({0.0: 0.0, 5.0: 2.0, 10.0: 0.3, 15.0: 0.0}[at_s])
+
+
+def decide_waiting(waiting: ReplicaLoad, memory_use: float = 0.0) -> ScalingDecision:
+    """Returns the decision about two idle replicas when something begins to wait at the routers."""
+    scaler, replicas = PoolScaler(RULES), LoadedReplicas()
+    scaler.decide(0.0, 2, replicas.after(0.0, [Load()] * 2))
+    return scaler.decide(5.0, 2, replicas.after(5.0, [Load(memory_use=memory_use)] * 2), waiting)
+
+
+def test_what_waits_at_the_routers_is_in_every_need() -> None:
+    assert decide_waiting(ReplicaLoad()).num_replicas == 2
+    by_work = decide_waiting(ReplicaLoad(arrived_s=12.0))
+    assert (by_work.num_replicas, by_work.reason, by_work.terms.for_work) == (4, "work", 12.0 / 5.0 / 0.7)
+    by_queue = decide_waiting(ReplicaLoad(queue_s=90.0))
+    assert (by_queue.num_replicas > 2, by_queue.reason, by_queue.terms.queue_s) == (True, "queue", 90.0)
+    by_memory = decide_waiting(ReplicaLoad(arrived_s=1.0, memory_use=1.4), 0.9)
+    assert (by_memory.num_replicas, by_memory.reason) == (4, "memory")
+    assert by_memory.terms.for_memory == pytest.approx((2 * 0.9 + 1.4) / RULES.target_memory_use)
+    assert "1.00 s of work, and memory of 1.40 replicas, wait at the routers" in by_memory.told()
+
+
+def test_prompts_wait_for_workers_and_media_wait_for_no_encoder() -> None:
+    work = WaitingWork(worker_s=12.0, kv_share=1.4, encoder_s=9.0)
+    assert waiting_load("worker", work) == ReplicaLoad(queue_s=12.0, arrived_s=12.0, memory_use=1.4)
+    assert waiting_load("encoder", work) == ReplicaLoad(arrived_s=9.0)
+
+
+def test_work_that_leaves_the_routers_for_a_worker_counts_once() -> None:
+    scaler, waiting = PoolScaler(RULES), ReplicaLoad(6.0, 6.0)
+    scaler.decide(0.0, 1, {"a": ReplicaLoad()})
+    kept = scaler.decide(5.0, 1, {"a": ReplicaLoad()}, waiting)
+    sent = scaler.decide(10.0, 1, {"a": ReplicaLoad(6.0, 6.0)})
+    assert kept.terms.work_rate == pytest.approx(6.0 / 5.0)
+    assert sent.terms.work_rate == pytest.approx(6.0 / 10.0)
+
+
+def test_a_pool_with_work_at_the_routers_does_not_shrink() -> None:
+    scaler, target = PoolScaler(RULES), 4
+    loads = {name: ReplicaLoad() for name in "abcd"}
+    for number in range(20):
+        target = scaler.decide(5.0 * number, target, loads, ReplicaLoad(memory_use=3.0)).num_replicas
+    assert target == 4
+    for number in range(20, 40):
+        target = scaler.decide(5.0 * number, target, {name: loads[name] for name in "abcd"[:target]}).num_replicas
+    assert target < 4
+
+
+def test_what_routers_tell_is_summed_and_forgotten_when_they_are_gone() -> None:
+    board = WaitingBoard()
+    assert board.total(0.0) == WaitingWork()
+    board.tell(MemberId("router-0"), WaitingWork(9.0, 9.0, 9.0), 0.0)
+    board.tell(MemberId("router-0"), WaitingWork(1.0, 0.5, 2.0), 1.0)
+    board.tell(MemberId("router-1"), WaitingWork(2.0, 0.25, 0.0), 3.0)
+    assert board.total(4.0) == WaitingWork(3.0, 0.75, 2.0)
+    assert board.total(1.0 + FORGET_S) == WaitingWork(3.0, 0.75, 2.0)
+    assert board.total(1.5 + FORGET_S) == WaitingWork(2.0, 0.25, 0.0)
+    assert board.total(3.5 + FORGET_S) == WaitingWork()
 
 
 def test_replicas_that_are_starting_answer_the_shortage() -> None:

@@ -27,6 +27,8 @@ REPORT = ScalingReport(
     for_memory=0.3,
     num_enough=2,
     startup_s=31.5,
+    waiting_s=6.5,
+    waiting_memory=1.75,
 )
 NAME_TO_VALUE = {
     "weft_autoscaling_desired_replicas": 5,
@@ -41,6 +43,8 @@ NAME_TO_VALUE = {
     "weft_autoscaling_needed_for_memory_replicas": 0.3,
     "weft_autoscaling_enough_replicas": 2,
     "weft_autoscaling_startup_seconds": 31.5,
+    "weft_autoscaling_waiting_seconds": 6.5,
+    "weft_autoscaling_waiting_memory_replicas": 1.75,
 }
 
 

@@ -43,8 +43,11 @@ from fabric.contracts import (
     PullTime,
     PullWindow,
     StageTimes,
+    WaitingWork,
+    context_scale_tokens,
+    weighted_tokens,
 )
-from router.planning import ClusterState, PlannerSettings, RoutePlan, compiled_search
+from router.planning import ClusterState, PlannerSettings, RoomNeed, RoutePlan, compiled_search
 from router.planning.link_classes import LinkClass
 from router.planning.member_columns import MAX_SILENCE_S
 from router.planning.plan_types import Line
@@ -386,3 +389,30 @@ def test_the_running_step_is_waited_for_and_its_tokens_are_no_longer_queued() ->
         terms = state.plan(query(100), now).explanation.winner
         assert terms.queue_s == pytest.approx(queue_s, abs=1e-6)
         assert terms.prefill_s == pytest.approx(0.1, rel=0.02)
+
+
+def test_the_work_of_a_request_that_waits_is_what_its_members_will_have_of_it() -> None:
+    state, request = cluster_of(2, 2), query(10 * BLOCK_SIZE, image(0, cost=500), image(1, cost=300), 6 * BLOCK_SIZE)
+    need = RoomNeed(request.token_count, 8, scheme_to_hashes=request.scheme_to_hashes)
+
+    def work() -> WaitingWork:
+        return state.predicted_work(need, request, 1.0)
+
+    assert ClusterState(SHAPE, BLOCK_SIZE, random.Random(3)).predicted_work(need, request, 1.0) == WaitingWork()
+    for name, cost_s, num_blocks in (("w0", 1e-3, 100), ("w1", 3e-3, 300)):
+        report = worker_report(name, 1, prefill_s_per_token=cost_s, kv_blocks_total=num_blocks)
+        state.apply(report, 0.0)
+    for name, cost_s in (("e0", 1e-4), ("e1", 3e-4)):
+        state.apply(encoder_report(name, 1, encode_s_per_cost=cost_s), 0.0)
+    whole = work()
+    num_tokens = request.token_count + 8
+    assert whole.kv_share == pytest.approx(num_tokens / (200 * BLOCK_SIZE)), "of a worker of the mean size"
+    assert whole.worker_s == pytest.approx(2e-3 * weighted_tokens(num_tokens, 0, context_scale_tokens(1024)))
+    assert whole.encoder_s == pytest.approx(2e-4 * 800)
+    num_cached = 14  # It covers the first picture, and not the whole second one.
+    state.apply(KvSnapshot("w1", 1, 0, (BlocksStored(None, blocks_of(request)[: 16 * num_cached]),)), 0.0)
+    rest = work()
+    num_new = num_tokens - num_cached * BLOCK_SIZE
+    assert rest.kv_share == pytest.approx(num_new / (200 * BLOCK_SIZE))
+    assert rest.encoder_s == pytest.approx(2e-4 * 300)
+    assert 0.0 < rest.worker_s < whole.worker_s

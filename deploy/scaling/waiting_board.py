@@ -1,0 +1,31 @@
+"""Keeps what each router last told of the work that waits there, for the decisions about the sizes of the pools.
+
+The module knows nothing of how routers tell it, or of what a decision makes of it.
+"""
+
+from __future__ import annotations
+
+from fabric.contracts import MemberId, WaitingWork
+
+FORGET_S = 5.0
+"""The board forgets a router after this time without news, because one that has ended tells nothing more."""
+
+
+class WaitingBoard:
+    """A `WaitingBoard` holds the newest `WaitingWork` of each router. The caller passes the time in."""
+
+    def __init__(self) -> None:
+        self._router_to_told: dict[MemberId, tuple[float, WaitingWork]] = {}
+
+    def tell(self, router_id: MemberId, work: WaitingWork, now_s: float) -> None:
+        """Takes what waits at a router now."""
+        self._router_to_told[router_id] = now_s, work
+
+    def total(self, now_s: float) -> WaitingWork:
+        """Returns the sum over the routers, and forgets those that have told nothing for `FORGET_S`."""
+        told = self._router_to_told
+        self._router_to_told = {name: each for name, each in told.items() if now_s - each[0] <= FORGET_S}
+        total = WaitingWork()
+        for _, work in self._router_to_told.values():
+            total = total.plus(work)
+        return total
