@@ -44,7 +44,6 @@ REASON_TO_SIGN = {
     "removes files of yours": r"\brm -rf ~/",
     "targets of make": r"\A(make [\w-]+[^\n]*\n)+\Z",
     "takes minutes": r"\b(weft (bench|simulate)|pip install)\b",
-    "takes two clusters": r"\bweft bench (overlap|isolation|prediction)\b",
 }
 """Maps each reason for which a block is not run to a pattern that such a block contains."""
 
