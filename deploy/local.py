@@ -17,7 +17,7 @@ from deploy.config import ClusterConfig
 from deploy.http_server import check_port, router_server
 from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
 from deploy.sizing import arena_bytes, inbox_bytes, refuse_if_too_small
-from deploy.start_phases import LOADED, LOADING, MEASURING, TellPhase, tell_nobody
+from deploy.start_phases import LOADED, LOADING, MEASURING, LoadingTeller, TellPhase, tell_nobody
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import (
     WEFT_KV,
@@ -33,6 +33,7 @@ from fabric.contracts import (
     mint_member_id,
 )
 from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
+from modalities.loading_progress import watched_loading
 from router.edge import create_app
 from router.prompt import MediumFile
 from router.run import Pools
@@ -88,13 +89,16 @@ class LocalCluster:
             member_id, plane = self._endpoint("encoder")
             tell("encoder", str(member_id), LOADING)
             source = LocalFeatureSource(self._channel, str(member_id), arena_bytes(config))
-            self.encoders.services[member_id] = compose.build_encoder(config, self.model, member_id, plane, source)
+            with watched_loading(LoadingTeller(partial(tell, "encoder", str(member_id), LOADING))):
+                self.encoders.services[member_id] = compose.build_encoder(config, self.model, member_id, plane, source)
             tell("encoder", str(member_id), LOADED)
         for _ in range(config.workers.first_replicas):
             member_id, plane = self._endpoint("worker")
             tell("worker", str(member_id), LOADING)
             sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
-            worker = open_worker(config, self.model, WorkerEndpoint(member_id, plane, sink), "127.0.0.1", spawn_rank)
+            endpoint = WorkerEndpoint(member_id, plane, sink)
+            with watched_loading(LoadingTeller(partial(tell, "worker", str(member_id), LOADING))):
+                worker = open_worker(config, self.model, endpoint, "127.0.0.1", spawn_rank)
             self.ranked_workers.append(worker)
             self.workers.services[member_id] = worker.service
             tell("worker", str(member_id), LOADED)

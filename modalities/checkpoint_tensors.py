@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 
 from fabric.contracts import ConfigError
 from modalities.checkpoint_files import ACTIVATION_SUFFIXES, SCALE_SUFFIXES, SUPPORTED, Quantisation, read_json
+from modalities.loading_progress import counted
 from modalities.torch_dtypes import dtype_name
 
 # ------------------------------------------------------------ the tensors of a part
@@ -190,7 +191,7 @@ def load_pretrained(
     or to slices of a file, of which only the needed values are read. The model is whole, or inside `shard_weights` it
     is this rank's share, as plain tensors. `options` are those of `from_pretrained`, including the part's `config`.
     Raises the errors of `from_pretrained`, and ValueError if the plan can't be followed."""
-    options |= {"output_loading_info": True, "state_dict": dict(tensors)}
+    options |= {"output_loading_info": True, "state_dict": counted(tensors)}
     num_ranks = _NUM_RANKS.get()
     if num_ranks == 1:
         whole: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(None, **options)

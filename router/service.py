@@ -114,8 +114,7 @@ class RouterService:
         self.admission = Admission(config, clock)
         self.keys = KeyBook(config.tenants, clock, config.keys_file, config.operator_digests)
         shape = prompt_builder.family.shape
-        self._codec = prompt_builder.codec
-        self._prompt_builder = prompt_builder
+        self._codec, self._prompt_builder = prompt_builder.codec, prompt_builder
         self._answer_thread = ThreadPoolExecutor(1, thread_name_prefix="answer")
         self._runs: dict[RequestId, RequestRun] = {}
         self._heartbeats: asyncio.Task[None] | None = None

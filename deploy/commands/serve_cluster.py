@@ -27,7 +27,7 @@ from deploy.config import ClusterConfig
 from deploy.config_file import flaws_of, load_config
 from deploy.logs import configure_logs, where_logs_are, with_run_folder
 from deploy.process_setup import freeze_what_lives, new_event_loop
-from deploy.start_phases import StartBoard, start_text
+from deploy.start_phases import LoadedBytes, StartBoard, start_state
 from deploy.supervisor import FOLDER_PREFIX, Lifeline, supervise
 from fabric.contracts import ConfigError
 
@@ -109,9 +109,9 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
     progress, board = StartProgress(sys.stdout), StartBoard()
     wanted = {"worker": config.workers.first_replicas, "encoder": config.encoders.first_replicas}
 
-    def tell(kind: str, name: str, phase: str) -> None:
-        board.tell(kind, name, phase)
-        progress.show(start_text(wanted, (), board.told()))
+    def tell(kind: str, name: str, phase: str, loaded: LoadedBytes = LoadedBytes(), /) -> None:  # noqa: B008
+        board.tell(kind, name, phase, loaded)
+        progress.show(start_state(wanted, (), board.told()))
 
     async with contextlib.AsyncExitStack() as running:
         try:

@@ -26,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy.ray.removal import replica_names
 from deploy.scaling import WaitingBoard
-from deploy.start_phases import StartBoard, TellPhase, ToldPhase
+from deploy.start_phases import LoadedBytes, StartBoard, TellPhase, ToldPhase
 from fabric.contracts import (
     ConfigError,
     Member,
@@ -112,9 +112,9 @@ class DirectoryActor:
         with self._lock:
             self._directory.leave(member_id)
 
-    def note_start(self, kind: str, name: str, phase: str) -> None:
-        """Takes the phase that a member begins while it starts."""
-        self._starting.tell(kind, name, phase)
+    def note_start(self, kind: str, name: str, phase: str, loaded: tuple[int, int]) -> None:
+        """Takes the phase in which a member is while it starts, and how much of its weights is loaded."""
+        self._starting.tell(kind, name, phase, LoadedBytes(*loaded))
 
     def starting(self) -> tuple[ToldPhase, ...]:
         """Returns the latest phase of each member that has told one."""
@@ -205,8 +205,8 @@ def phase_teller(cluster: str) -> TellPhase:
     answer."""
     actor = directory_actor(cluster)
 
-    def tell(kind: str, name: str, phase: str) -> None:
-        actor.note_start.remote(kind, name, phase)
+    def tell(kind: str, name: str, phase: str, loaded: LoadedBytes = LoadedBytes(), /) -> None:  # noqa: B008
+        actor.note_start.remote(kind, name, phase, tuple(loaded))
 
     return tell
 

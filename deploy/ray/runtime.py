@@ -31,6 +31,7 @@ from deploy.http_server import check_port
 from deploy.network import local_interfaces
 from deploy.process_setup import set_local_switches, show_logs_as_written, show_token
 from deploy.sizing import refuse_if_too_small
+from deploy.start_phases import StartState
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import ConfigError, Unavailable
 from fabric.transport import check_installed, join_host_port
@@ -95,10 +96,10 @@ def run_cluster(
     config: ClusterConfig,
     temp_dir: Path | None = None,
     ready_timeout_s: float = 300.0,
-    show: Callable[[str], None] = lambda _: None,
+    show: Callable[[StartState], None] = lambda _: None,
 ) -> Iterator[RunningCluster]:
     """Runs a cluster for the duration of the `with` block; at its end the cluster drains. While it starts, `show` gets
-    texts that say what it waits for. Side effects: starts a local
+    what it waits for. Side effects: starts a local
     Ray unless `config.ray.address` names one, with its files in `config.ray.temp_dir`, or `temp_dir`, or a folder that
     is removed at the end. Raises ConfigError or Unavailable (with Serve's own message) if the cluster can't start."""
     is_joined = config.ray.address is not None

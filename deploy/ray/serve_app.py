@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool
 from deploy.ray.serve_scaling import load_stats, serve_autoscaling
 from deploy.scaling import EncoderMeter, WorkerMeter
 from deploy.sizing import arena_bytes, inbox_bytes
-from deploy.start_phases import LOADING, MEASURING
+from deploy.start_phases import LOADING, MEASURING, LoadingTeller
 from fabric.contracts import (
     EncodeRequest,
     EncodeResult,
@@ -50,6 +51,7 @@ from fabric.contracts import (
     MemberPlace,
     enter_request,
 )
+from modalities.loading_progress import watched_loading
 from router.observe import report_exposition
 
 if TYPE_CHECKING:
@@ -131,7 +133,8 @@ class EncoderReplica:
         self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
         tell = phase_teller(config.ray.cluster_name)
         tell("encoder", str(member_id), LOADING)
-        self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
+        with watched_loading(LoadingTeller(partial(tell, "encoder", str(member_id), LOADING))):
+            self._service = compose.build_encoder(config, model, member_id, self._plane, self._source)
         modalities = compose.loaded_modalities(config, model.family)
         place = await find_member_place(config, "encoder")
         record = compose.member("encoder", member_id, self._plane.address, node.address, modalities, place=place)
@@ -205,7 +208,8 @@ class WorkerReplica:
         endpoint = WorkerEndpoint(member_id, self._plane, self._sink)
         tell = phase_teller(config.ray.cluster_name)
         tell("worker", str(member_id), LOADING)
-        self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, node.address, launch_actor)
+        with watched_loading(LoadingTeller(partial(tell, "worker", str(member_id), LOADING))):
+            self._worker = await asyncio.to_thread(open_worker, config, model, endpoint, node.address, launch_actor)
         self._service = self._worker.service
         scheme, place = self._service.kv_scheme, await find_member_place(config, "worker")
         record = compose.member("worker", member_id, self._plane.address, node.address, kv_scheme=scheme, place=place)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cluster_process import ClusterProcess
+from cluster_process import ClusterProcess, start_cluster
 from pseudo_terminal import CTRL_D, END, ENTER, on_terminal
 
 from deploy.demo.ask import png, questions
@@ -85,3 +85,13 @@ def test_the_start_said_what_it_waited_for(cluster: ClusterProcess) -> None:
     lines = [line for line in cluster.log.read_text().splitlines() if line.startswith("weft: waiting for ")]
     assert lines, cluster.log.read_text()
     assert any("loading weights" in line or "measuring costs" in line for line in lines), lines
+
+
+def test_a_start_says_how_much_of_the_weights_is_loaded() -> None:
+    with start_cluster(in_process=True) as cluster:
+        told = re.findall(r"the (encoder|worker) \(loading weights\).*, (\d+)% of ([\d.]+) MB", cluster.log.read_text())
+    for kind in ("encoder", "worker"):
+        shares = [int(share) for each, share, _ in told if each == kind]
+        assert shares == sorted(shares)
+        assert shares[-1] == 100
+    assert len({size for kind, _, size in told if kind == "worker"}) == 1
