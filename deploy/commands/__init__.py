@@ -11,6 +11,7 @@ mean. It imports a command's module when the command runs, so that `weft version
     cluster_status     `weft status`
     cluster_top        `weft top`
     request_waterfall  `weft trace`
+    span_file          writes spans for Perfetto
     chat_session       `weft chat`
     chat_history       keeps a conversation, and reads streamed answers
     shell_completion   `weft completion`

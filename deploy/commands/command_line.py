@@ -166,11 +166,23 @@ def _add_trace(commands: Commands[WeftParser]) -> None:
     which.add_argument(
         "request", nargs="?", metavar="ID", help="is the id of the request, from x-weft-request-id or from its answer"
     )
-    which.add_argument("--last", action="store_true", help="shows the latest request")
+    which.add_argument(
+        "--last",
+        nargs="?",
+        type=int,
+        const=True,
+        default=False,
+        metavar="SECONDS",
+        help="shows the latest request; with a number, and --perfetto, takes all requests of the last seconds",
+    )
     which.add_argument("--slowest", action="store_true", help="shows the one whose first token took longest")
     trace.add_argument("--modality", help="lets --last and --slowest choose among requests of this class")
     trace.add_argument("--outcome", help="lets them choose among requests that ended so, for example overloaded")
-    trace.add_argument("--json", action="store_true", help="prints the whole record as JSON")
+    form = trace.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="prints the whole record as JSON")
+    form.add_argument(
+        "--perfetto", type=Path, metavar="FILE", help="writes the spans to this file, for Perfetto or chrome://tracing"
+    )
     _add_cluster_options(trace)
     trace.set_defaults(run=_trace)
 

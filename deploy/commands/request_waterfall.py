@@ -1,4 +1,5 @@
-"""Implements `weft trace`: shows the record of one request in the terminal, so that a person sees where its time went.
+"""Implements `weft trace`: shows the record of one request in the terminal, so that a person sees where its time went,
+or writes spans to a file (`span_file`).
 
 `waterfall` makes the parts of the screen from a record (`GET /weft/requests/{id}`): the parts of the time to first
 token, the timeline as bars on one axis, each stage as predicted and as measured, and what the router compared when it
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.commands.cluster_client import ClusterClient, ClusterOptions
+from deploy.commands.span_file import spans_of_request, spans_of_seconds, write_spans
 from deploy.commands.terminal import WIDE, console, percent, shown, table, write
 from fabric.contracts import ConfigError
 from router.observe import milliseconds, moment, place_of, words
@@ -33,9 +35,22 @@ WAITS = frozenset({"queue", "decode_queue", "encode_queue", "waited", "held", "e
 
 
 def trace(arguments: argparse.Namespace) -> int:
-    """Prints the record of a request. Raises ConfigError if there is none."""
+    """Prints the record of a request, or writes spans to a file. Raises ConfigError if there is no such request."""
+    seconds = None if isinstance(arguments.last, bool) else arguments.last
+    if seconds is not None and arguments.perfetto is None:
+        raise ConfigError(
+            f"--last {seconds} takes all requests of {seconds} s, which only --perfetto FILE can show; --last alone "
+            "takes the latest one"
+        )
     with ClusterClient(ClusterOptions.of(arguments)) as client:
+        if seconds is not None:
+            spans = spans_of_seconds(client, seconds, arguments.outcome, arguments.modality)
+            print(write_spans(spans, arguments.perfetto))
+            return 0
         name = arguments.request or _chosen(client, arguments)
+        if arguments.perfetto is not None:
+            print(write_spans(spans_of_request(client, _as_path(name)), arguments.perfetto))
+            return 0
         record, why_not = client.find(f"/weft/requests/{_as_path(name)}", format="json")
     if record is None:
         raise ConfigError(why_not)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -188,3 +189,48 @@ def test_requests_are_found_by_id_and_by_what_they_were(capsys: Captured) -> Non
         ):
             assert main(["trace", *words, "--url", fakes.url]) == 1
             assert said in capsys.readouterr().err
+
+
+# ------------------------------------------------------------ files of spans
+
+
+def test_spans_are_written_for_perfetto(tmp_path: Path, capsys: Captured) -> None:
+    with served_fakes(max_traces=8) as fakes, httpx.Client(base_url=fakes.url) as client:
+        headers = {"content-type": "application/json"}
+        sent = [chat_body(), chat_body([image(), text("?")]), chat_body(model="other")]
+        answers = [client.post("/v1/chat/completions", content=body, headers=headers) for body in sent]
+        ids = [answer.headers["x-weft-request-id"] for answer in answers]
+        file = tmp_path / "spans.json"
+
+        def written(*words: str) -> set[str]:
+            file.write_text("what an earlier run has left")
+            assert main(["trace", *words, "--perfetto", str(file), "--url", fakes.url]) == 0
+            spans = json.loads(file.read_text())
+            names = {each["args"]["name"] for each in spans["traceEvents"] if each["name"] == "thread_name"}
+            num_spans = sum(each["ph"] == "X" for each in spans["traceEvents"])
+            said = f"{file} has {num_spans} spans of {len(names)} request{'' if len(names) == 1 else 's'}; open it at "
+            assert capsys.readouterr().out.startswith(said)
+            return names
+
+        assert written(ids[1]) == written(answers[1].json()["id"]) == {ids[1]}
+        assert written("--last", "--modality", "image") == {ids[1]}
+        assert written("--slowest") < set(ids)
+        assert written("--last", "60") == set(ids)
+        assert written("--last", "60", "--modality", "image") == {ids[1]}
+        no_folder = tmp_path / "none" / "spans.json"
+        for words, said in (
+            (["req-unknown", "--perfetto", str(file)], "a router keeps those of its latest 8 requests"),
+            (["../metrics", "--perfetto", str(file)], "is not the id of a request"),
+            (["--last", "60"], "which only --perfetto FILE can show"),
+            (["--last", "0", "--perfetto", str(file)], "`seconds`"),
+            (["--last", "60", "--modality", "audio", "--perfetto", str(file)], "no request of this kind came within"),
+            (["--last", "--perfetto", str(no_folder)], "can't be written: No such file or directory"),
+        ):
+            assert main(["trace", *words, "--url", fakes.url]) == 1, words
+            assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--last", "soon", "--perfetto", "f"], ["x", "--perfetto", "f", "--json"]])
+def test_options_that_do_not_fit_are_refused(words: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["trace", *words])
