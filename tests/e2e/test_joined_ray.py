@@ -7,11 +7,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,17 +15,13 @@ import psutil
 import pytest
 from chat_media import image_part, user
 from cluster_process import ClusterProcess, eventually, launched, start_cluster, wait_ready
+from own_ray import PATIENCE, OwnRay, own_ray
 from reference_model import ReferenceModel
 
 from deploy.demo.build import demo_checkpoint
 from deploy.process_setup import SWITCHES
 
 pytestmark = [pytest.mark.ray, pytest.mark.nixl, pytest.mark.torch]
-
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
-PATIENCE = ("RAY_gcs_rpc_server_reconnect_timeout_s", "300")
-"""Ray's processes end themselves when their head has not answered for this long; Ray's default is 60 s. On a machine
-whose cores are all busy the head may only be slow. A dead head still fails the tests, through their own time limits."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,63 +32,20 @@ def _patience() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def foreign_ray(_patience: None) -> Iterator[tuple[str, psutil.Process]]:
-    """Yields address and process of a separate Ray. It has the token of this run, and none of Weft's switches. It
-    chooses its port itself: a port that another process chose and released may be taken by the time that Ray listens on
-    it."""
+def foreign_ray(_patience: None) -> Iterator[tuple[str, OwnRay]]:
+    """Yields the address of a separate Ray, and the Ray. It has the token of this run, and none of Weft's switches."""
     kept = ("PATH", "HOME", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", PATIENCE[0])
     environment = {name: os.environ[name] for name in kept if name in os.environ}
-    folder = Path(tempfile.mkdtemp(prefix="r-"))
-    options = ["--port=0", "--node-ip-address=127.0.0.1", "--include-dashboard=false", f"--temp-dir={folder}"]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*RAY, "start", "--head", "--block", "--num-cpus=4", "--disable-usage-stats", *options],
-            env=environment,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        eventually(lambda: "Ray runtime started" in (folder / "log").read_text() or process.poll() is not None)
-        said = (folder / "log").read_text()
-        assert process.poll() is None, said
-        address = re.search(r"ray start --address='([^']+)'", said)
-        assert address is not None, said
-        yield address[1], psutil.Process(process.pid)
-        assert process.poll() is None, f"the Ray ended by itself:\n{last_words(folder)}"
-    finally:
-        tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for each in tree:  # if it is asked to end, it drains for half a minute
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.wait()
-        psutil.wait_procs(tree, timeout=10)
-        shutil.rmtree(folder, ignore_errors=True)
+    with own_ray(environment, "--include-dashboard=false") as ray:
+        address = re.search(r"ray start --address='([^']+)'", ray.said)
+        assert address is not None, ray.said
+        yield address[1], ray
+        assert ray.is_running, f"the Ray ended by itself:\n{ray.last_words()}"
 
 
-def last_words(folder: Path) -> str:
-    """Returns the ends of the logs that the parts of a Ray wrote before it ended."""
-    logs = folder / "session_latest" / "logs"
-    names = ("ray_process_exit.log", "gcs_server.out", "raylet.out", "dashboard_agent.log", "runtime_env_agent.log")
-    files = [folder / "log", *(logs / name for name in names)]
-    return "\n".join(f"--- {file.name}\n{file.read_text()[-1500:]}" for file in files if file.is_file())
-
-
-def actors(ray: psutil.Process, name: str) -> list[psutil.Process]:
-    """Returns the live processes below the Ray whose command line contains the name."""
-    found = []
-    for process in ray.children(recursive=True):
-        try:
-            if name in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def is_clear(ray: psutil.Process, cluster: str = "weft") -> bool:
+def is_clear(ray: OwnRay, cluster: str = "weft") -> bool:
     """Returns whether no replica of a cluster of that name is left on the Ray, and no directory."""
-    return not actors(ray, f"ServeReplica:{cluster}:") and not actors(ray, "DirectoryActor")
+    return not ray.actors(f"ServeReplica:{cluster}:") and not ray.actors("DirectoryActor")
 
 
 def sections(address: str, **ray: str) -> dict[str, Any]:
@@ -123,7 +72,7 @@ def kill_at_once(cluster: ClusterProcess) -> None:
         shutil.rmtree(left)
 
 
-def test_a_second_signal_leaves_nothing_on_the_ray(foreign_ray: tuple[str, psutil.Process]) -> None:
+def test_a_second_signal_leaves_nothing_on_the_ray(foreign_ray: tuple[str, OwnRay]) -> None:
     address, ray = foreign_ray
     with start_cluster(**sections(address), server={"port": 0, "drain_s": 3600}) as cluster:
         body = {"model": cluster.model, "messages": user("Go on"), "max_tokens": 3000, "ignore_eos": True}
@@ -138,26 +87,26 @@ def test_a_second_signal_leaves_nothing_on_the_ray(foreign_ray: tuple[str, psuti
             response.close()
 
 
-def test_a_signal_while_it_starts_leaves_nothing_on_the_ray(foreign_ray: tuple[str, psutil.Process]) -> None:
+def test_a_signal_while_it_starts_leaves_nothing_on_the_ray(foreign_ray: tuple[str, OwnRay]) -> None:
     address, ray = foreign_ray
     with launched(**sections(address)) as starting:
-        eventually(lambda: bool(actors(ray, "ServeReplica:weft:")))
+        eventually(lambda: bool(ray.actors("ServeReplica:weft:")))
         assert "ready at" not in starting.log.read_text()
         starting.process.send_signal(signal.SIGTERM)
         assert starting.process.wait(timeout=60) == 0
         eventually(lambda: is_clear(ray), 10)
 
 
-def assert_switches_reach_the_replicas(ray: psutil.Process) -> None:
-    assert not ray.environ().keys() & SWITCHES.keys(), "the test would prove nothing"
+def assert_switches_reach_the_replicas(ray: OwnRay) -> None:
+    assert not ray.process.environ().keys() & SWITCHES.keys(), "the test would prove nothing"
     for kind in ("encoder", "worker", "router"):
-        (replica,) = actors(ray, f"ServeReplica:weft:{kind}")
+        (replica,) = ray.actors(f"ServeReplica:weft:{kind}")
         seen = {name: replica.environ().get(name) for name in SWITCHES}
         assert seen == SWITCHES, kind
 
 
 def test_clusters_share_a_ray_by_their_names_and_the_next_removes_what_is_left(
-    foreign_ray: tuple[str, psutil.Process],
+    foreign_ray: tuple[str, OwnRay],
 ) -> None:
     messages = user("What is in this picture?", image_part(21))
     understood = ReferenceModel(demo_checkpoint()).answer(messages, 12)
@@ -179,11 +128,11 @@ def test_clusters_share_a_ray_by_their_names_and_the_next_removes_what_is_left(
                 members = client.get("/weft/members").json()["members"]
             assert sorted(member["kind"] for member in members) == ["encoder", "worker"], "its own alone"
         kill_at_once(first)
-        orphans = {process.pid for process in actors(ray, "ServeReplica:weft:")}
+        orphans = {process.pid for process in ray.actors("ServeReplica:weft:")}
         assert orphans, "the replicas belong to Serve"
         again = stack.enter_context(launched(**sections(address)))
         again = wait_ready(again)
-        assert not orphans & {process.pid for process in actors(ray, "ServeReplica:weft:")}
+        assert not orphans & {process.pid for process in ray.actors("ServeReplica:weft:")}
         assert answer(again)["choices"] == answer(other)["choices"] == expected
     eventually(lambda: is_clear(ray) and is_clear(ray, "other"), 30)
-    assert ray.is_running(), "the Ray is not ours to end"
+    assert ray.is_running, "the Ray is not ours to end"

@@ -64,7 +64,7 @@ def test_a_submitted_application_lives_and_ends_with_serve(ray: SubmittedRay) ->
     eventually(lambda: is_ready(url))
     understood = ReferenceModel(demo_checkpoint()).answer(user("What is in this picture?", image_part(21)), 12)
     assert ask(url).json()["choices"][0]["token_ids"] == understood.token_ids
-    replicas, directories = ray.replicas(), ray.actors("DirectoryActor")
+    replicas, directories = ray.replicas(), ray.head.actors("DirectoryActor")
     assert replicas.keys() == set(DEPLOYMENTS)
     assert len(directories) == 1
 
@@ -72,7 +72,7 @@ def test_a_submitted_application_lives_and_ends_with_serve(ray: SubmittedRay) ->
     check_live_changes(ray, ports, replicas)
     check_metrics(ray.node_address(), ports[1])
 
-    ray.actors("ServeController")[0].kill()
+    ray.head.actors("ServeController")[0].kill()
     eventually(lambda: is_serve_up(ray) and ray.state().get("status") == "RUNNING")
     assert ray.replicas() == replicas, "a new controller finds all replicas again"
 
@@ -80,11 +80,11 @@ def test_a_submitted_application_lives_and_ends_with_serve(ray: SubmittedRay) ->
     eventually(lambda: not set(replicas.values()) & set(all_replicas(ray)), 300)
     ray.wait_for("RUNNING")
     eventually(lambda: is_ready(url))
-    assert [each.pid for each in ray.actors("DirectoryActor")] == [directories[0].pid], "it stays the same one"
+    assert [each.pid for each in ray.head.actors("DirectoryActor")] == [directories[0].pid], "it stays the same one"
     assert ask(url).json()["choices"][0]["token_ids"] == understood.token_ids
 
     ray.delete()
-    eventually(lambda: not ray.actors("ServeReplica:weft:") and not ray.actors("DirectoryActor"), 60)
+    eventually(lambda: not ray.head.actors("ServeReplica:weft:") and not ray.head.actors("DirectoryActor"), 60)
 
 
 def check_live_changes(ray: SubmittedRay, ports: list[int], replicas: dict[str, tuple[str, int]]) -> None:
@@ -104,9 +104,11 @@ def check_live_changes(ray: SubmittedRay, ports: list[int], replicas: dict[str, 
     assert refusing(*address) == {"router": 0, "encoder": 0, "worker": 0}
     ray.submit(application(ports, live | {"router": {"max_num_choices": 0}}))
     said = "router.max_num_choices: the value must be greater than or equal to 1, not 0"
-    eventually(lambda: any(said in path.read_text(errors="replace") for path in ray.folder.rglob("worker-*.err")), 60)
+    eventually(
+        lambda: any(said in path.read_text(errors="replace") for path in ray.head.folder.rglob("worker-*.err")), 60
+    )
     eventually(lambda: refusing(*address) == {"router": 1, "encoder": 1, "worker": 1}, 60)
-    assert f"(1 router, 1 encoder, 1 worker), so the former values stay: {said}" in status(url, ray.folder)
+    assert f"(1 router, 1 encoder, 1 worker), so the former values stay: {said}" in status(url, ray.head.folder)
     assert ask(url).status_code == 401, "the former keys stay"
 
     ray.submit(application(ports))

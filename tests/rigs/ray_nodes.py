@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from cluster_process import eventually
+from own_ray import end_at_once, tree_of
 from ray.cluster_utils import Cluster
 
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -61,12 +62,8 @@ class RayOfNodes:
 
     def kill(self, node: RayNode) -> None:
         """Ends a node as a machine ends that loses its power: nothing on it gets a signal that it could handle."""
-        below = node.raylet.children(recursive=True)
-        for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        end_at_once(node.raylet.children(recursive=True))
         self.cluster.remove_node(node.handle, allow_graceful=False)
-        psutil.wait_procs(below, timeout=10)
 
 
 @contextlib.contextmanager
@@ -80,26 +77,11 @@ def ray_of_nodes(head: Mapping[str, float]) -> Iterator[RayOfNodes]:
         yield running
     finally:
         signal.signal(signal.SIGTERM, before)
-        tree = [
-            child
-            for node in running.cluster.list_all_nodes()
-            for infos in node.all_processes.values()
-            for info in infos
-            for child in _tree(info.process.pid)
-        ]
-        for process in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        for node in list(running.cluster.list_all_nodes()):
+        nodes = running.cluster.list_all_nodes()
+        infos = [info for node in nodes for each in node.all_processes.values() for info in each]
+        tree = tree_of(info.process.pid for info in infos)
+        end_at_once(tree)
+        for node in nodes:
             running.cluster.remove_node(node, allow_graceful=False)
-        psutil.wait_procs(tree, timeout=10)
         eventually(lambda: not any(process.is_running() for process in tree), 10)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []

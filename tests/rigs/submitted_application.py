@@ -5,22 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 from cluster_process import eventually
+from own_ray import PATIENCE, OwnRay, own_ray
 
 TOKEN = "0123456789abcdef" * 2
-RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
 def free_ports(count: int) -> list[int]:
@@ -42,8 +36,7 @@ class SubmittedRay:
     """A `SubmittedRay` is a Ray of its own with the REST API of Serve."""
 
     api: httpx.Client
-    process: psutil.Process
-    folder: Path
+    head: OwnRay
     agent_port: int
     """The agent of Ray listens here, which says whether Ray runs on its machine."""
 
@@ -79,54 +72,18 @@ class SubmittedRay:
         """Returns the address at which this machine's members listen for others."""
         return str(self.state()["deployments"]["router"]["replicas"][0]["node_ip"])
 
-    def actors(self, name: str) -> list[psutil.Process]:
-        """Returns the processes of this Ray whose title has the name."""
-        found = []
-        for process in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if name in " ".join(process.cmdline()):
-                    found.append(process)
-        return found
-
 
 @contextlib.contextmanager
 def ray_with_dashboard(resources: Mapping[str, float]) -> Iterator[SubmittedRay]:
     """Runs a Ray that has none of Weft's switches in its environment, and offers these custom resources."""
-    folder = Path(tempfile.mkdtemp(prefix="r-"))
     dashboard, agent = free_ports(2)
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    kept |= {
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": TOKEN,
-        "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
-    }
-    options = ["--port=0", "--node-ip-address=127.0.0.1", "--num-cpus=4", "--disable-usage-stats"]
-    options += ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
-    options += [
-        f"--dashboard-agent-listen-port={agent}",
-        f"--temp-dir={folder}",
-        f"--resources={json.dumps(resources)}",
-    ]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [*RAY, "start", "--head", "--block", *options],
-            env=kept,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    kept |= {"PYTHONDONTWRITEBYTECODE": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
+    options = ["--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    options += [f"--dashboard-agent-listen-port={agent}", f"--resources={json.dumps(resources)}"]
     headers = {"Authorization": f"Bearer {TOKEN}"}
-    try:
-        eventually(lambda: "Ray runtime started" in (folder / "log").read_text() or process.poll() is not None)
-        assert process.poll() is None, (folder / "log").read_text()
-        with httpx.Client(base_url=f"http://127.0.0.1:{dashboard}", headers=headers, timeout=60) as api:
-            yield SubmittedRay(api, psutil.Process(process.pid), folder, agent)
-    finally:
-        tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for each in tree:  # if it is asked to end, it drains for half a minute
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
-        process.wait()
-        psutil.wait_procs(tree, timeout=10)
-        shutil.rmtree(folder, ignore_errors=True)
+    with (
+        own_ray(kept | dict([PATIENCE]), *options) as ray,
+        httpx.Client(base_url=f"http://127.0.0.1:{dashboard}", headers=headers, timeout=60) as api,
+    ):
+        yield SubmittedRay(api, ray, agent)

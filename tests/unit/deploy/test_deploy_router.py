@@ -3,45 +3,26 @@ reach it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from composed_router import composed_router
 
-from deploy.compose import build_router, http_limits, load_model
+from deploy.compose import http_limits
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
-from deploy.demo.build import write_all_but_weights
 from deploy.http_limits import HttpLimits
-from deploy.testing import FakePools
-from fabric.contracts import MemberId
-from fabric.transport import LocalHub, LocalPlane
+from fabric.transport import LocalPlane
 from modalities.text import CompileLimits
 from router.router_config import GrammarLimits, RateQuota, RouterConfig
-from router.run import Pools
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo")
-    write_all_but_weights(directory)
-    return directory
-
-
-@pytest.fixture
-def plane() -> Iterator[LocalPlane]:
-    made = LocalPlane(LocalHub(), "local://router")
-    yield made
-    made.close()
 
 
 def composed(directory: Path, plane: LocalPlane, **sections: object) -> RouterConfig:
     text = yaml.safe_dump({"model": {"path": str(directory)}, "media": {"probe_processes": 0}} | sections)
     config, problems = check_config(text)
     assert isinstance(config, ClusterConfig), problems
-    pools = Pools(FakePools(), FakePools())
-    return build_router(config, load_model(config, directory), MemberId("router-0"), plane, pools).config
+    return composed_router(config, directory, plane).config
 
 
 def test_a_modality_keeps_its_time_to_be_encoded_unless_it_is_given_another(model_dir: Path, plane: LocalPlane) -> None:

@@ -6,16 +6,15 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from composed_router import composed_router
 
-from deploy.compose import build_router, load_model, router_config
+from deploy.compose import load_model, router_config
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config, keys_of, section_in
-from deploy.demo.build import write_all_but_weights
 from deploy.live_config import (
     LIVE_SECTIONS,
     SECTION_TO_LIVE_KEYS,
@@ -25,10 +24,8 @@ from deploy.live_config import (
     with_live_values,
 )
 from deploy.logs import set_levels
-from deploy.testing import FakePools
-from fabric.contracts import ConfigError, MemberId, Overloaded, Unauthorized
-from fabric.transport import LocalHub, LocalPlane
-from router.run import Pools
+from fabric.contracts import ConfigError, Overloaded, Unauthorized
+from fabric.transport import LocalPlane
 from router.service import RouterService
 
 DIGEST, OTHER_DIGEST = "a" * 64, "b" * 64
@@ -144,25 +141,9 @@ def test_levels_of_loggers_follow_a_change() -> None:
 # ------------------------------------------------------------ a router
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("demo")
-    write_all_but_weights(directory)
-    return directory
-
-
-@pytest.fixture
-def plane() -> Iterator[LocalPlane]:
-    made = LocalPlane(LocalHub(), "local://router")
-    yield made
-    made.close()
-
-
 def built(model_dir: Path, plane: LocalPlane, **sections: object) -> tuple[RouterService, LiveConfig]:
     config = parsed(model={"path": str(model_dir)}, **({"media": {"probe_processes": 0}} | sections))
-    pools = Pools(FakePools(), FakePools())
-    service = build_router(config, load_model(config, model_dir), MemberId("router-0"), plane, pools)
-    return service, LiveConfig(config)
+    return composed_router(config, model_dir, plane), LiveConfig(config)
 
 
 def change(service: RouterService, live: LiveConfig, model_dir: Path, values: object) -> bool:
