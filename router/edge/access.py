@@ -28,7 +28,7 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """These paths need no key, because the system that runs the process must be able to ask whether it lives."""
 DOCUMENT_PATHS = frozenset({"/openapi.json", "/docs"})
 """These paths describe the API to people, for any key."""
-CONSOLE_PATH = re.compile(r"/console(?:/[^/]+)?")
+CONSOLE_PATH = re.compile(r"/console(?:/[^/]*)?")
 """Matches the files of the console, which are the same for everybody and say nothing of the cluster. They need no key,
 because a browser can't send one with the address that a person types."""
 OPERATOR_PATH = re.compile(r"/(?:metrics|weft)(?:/.*)?", re.DOTALL)

@@ -136,7 +136,8 @@ class RequestTrace:
             self._attempt_to_pairs[plan.attempt_id.attempt] = pairs
 
     def drop_pairs(self) -> None:
-        """Forgets the scores of pairs, which take most of the memory of a record that has them."""
+        """Forgets the scores of pairs, which take most of the memory of a record that has them, and wants no more."""
+        self.keeps_pairs = False
         self._attempt_to_pairs = {}
 
     # ------------------------------------------------------------ for people to read

@@ -161,6 +161,16 @@ async def test_only_the_newest_records_keep_their_pairs() -> None:
         assert kept == [False] * 2 + [True] * MAX_WITH_PAIRS
 
 
+async def test_a_record_that_lost_its_pairs_gets_no_new_ones() -> None:
+    async with served() as (cluster, client):
+        record = await record_of(client, keep_pairs=True)
+        trace = cluster.service.traces.get(record["request_id"])
+        assert trace is not None
+        assert trace.keeps_pairs
+        trace.drop_pairs()
+        assert not trace.keeps_pairs, "its next attempt would score them again"
+
+
 async def test_pairs_are_for_those_who_may_see_the_members() -> None:
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     async with served(operator_digests=(digest,)) as (_, client):
@@ -169,6 +179,11 @@ async def test_pairs_are_for_those_who_may_see_the_members() -> None:
         answer = await client.get("/weft/cluster", headers={"authorization": f"Bearer {KEY}"})
         assert answer.status_code == 200
         assert (await client.get("/console")).status_code == 200
+        slash = await client.get("/console/")
+        assert (slash.status_code, slash.json()["error"]["message"]) == (
+            404,
+            "this server has no `GET /console/`; the path is /console",
+        )
 
 
 # ------------------------------------------------------------ the time of a whole request
