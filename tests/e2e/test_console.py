@@ -96,6 +96,7 @@ def test_a_conversation_with_a_picture_shows_the_answer_and_where_its_time_went(
         ask(page, asked.text)
         said = page.locator(".message.assistant .said").last
         expect(said).to_have_text(asked.sample.answer)
+        assert page.locator(".message[aria-busy]").count() == 0, "screen readers read answers that are whole"
         page.wait_for_selector("#last .waterfall")
         record_id = page.get_attribute("#last", "data-request")
         with cluster.client() as client:
@@ -143,6 +144,11 @@ def check_decision(page: Page, cluster: ClusterProcess, record: dict[str, Any]) 
 def test_videos_and_sounds_are_dropped_and_answered(cluster: ClusterProcess, chromium: Browser, tmp_path: Path) -> None:
     with opened(chromium, f"{cluster.url}/console") as (page, _):
         is_ready(page)
+        beside = (
+            "() => document.body.dispatchEvent(new DragEvent('drop', {dataTransfer, bubbles: true, cancelable: true}))"
+        )
+        files = "const dataTransfer = new DataTransfer(); dataTransfer.items.add(new File(['x'], 'x.png'));"
+        assert page.evaluate(f"() => {{ {files} return ({beside})(); }}") is False, "the browser would open the file"
         for modality, kind in (("video", "video/mp4"), ("audio", "audio/wav")):
             asked = question(modality)
             path = file_of(asked, tmp_path)
@@ -202,8 +208,38 @@ def test_problems_are_said_and_the_conversation_goes_on(
         expect(alert).to_contain_text("image")
         assert [each for each in problems if "400" not in each] == []
         problems.clear()  # The browser itself reports the answer with status 400.
+        expect(page.locator("#prompt")).to_have_value("What is this?")
+        page.click("#attached button")
         ask(page, "Hello!")
         assert page.locator(".message.assistant").count() == 2
+        cut = 'data: {"choices": [{"delta": {"content": "Half an"}}]}\n\n'
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(content_type="text/event-stream", body=cut))
+        page.fill("#prompt", "Go on")
+        page.press("#prompt", "Enter")
+        expect(page.locator(".message.assistant").last).to_contain_text("Half an")
+        expect(page.locator(".message.assistant .error").last).to_have_text("The answer broke off.")
+
+
+def test_a_new_conversation_may_begin_while_an_answer_comes(cluster: ClusterProcess, chromium: Browser) -> None:
+    with opened(chromium, f"{cluster.url}/console") as (page, _):
+        is_ready(page)
+        ask(page, "Hello!")
+        page.click(".settings summary")
+        page.fill("#max-tokens", "2000")
+        page.route("**/v1/chat/completions", lambda route: route.continue_(post_data=endless(route.request.post_data)))
+        page.fill("#prompt", "What is new?")
+        page.focus("#send")
+        page.keyboard.press("Space")
+        expect(page.locator("#stop")).to_be_focused()
+        expect(page.locator(".message.assistant .said").last).not_to_have_text("…")
+        page.click("#clear")
+        expect(page.locator("#send")).to_be_visible()
+        page.unroute("**/v1/chat/completions")
+        page.fill("#max-tokens", "8")
+        with page.expect_request("**/v1/chat/completions") as sent:
+            ask(page, "Hi")
+        assert json.loads(sent.value.post_data or "")["messages"] == [{"role": "user", "content": "Hi"}]
+        expect(page.locator(".message.assistant .facts").last).to_contain_text("tokens")
 
 
 def test_an_answer_can_be_stopped(cluster: ClusterProcess, chromium: Browser) -> None:
@@ -242,6 +278,13 @@ def test_requests_are_listed_and_chosen_with_the_keyboard_and_exported(
         page.keyboard.press("ArrowDown")
         second = page.locator("button.request").nth(1)
         expect(second).to_be_focused()
+        page.evaluate("row = document.activeElement; blurs = 0; row.addEventListener('blur', () => { blurs += 1; })")
+        newest = first.get_attribute("data-request") or ""
+        with cluster.client() as client:
+            client.post("/v1/completions", json={"model": cluster.model, "prompt": "Hi", "max_tokens": 2})
+        expect(first).not_to_have_attribute("data-request", newest)
+        assert page.evaluate("[row.isConnected, row === document.activeElement, blurs]") == [True, True, 0]
+        second = page.locator("button.request").nth(2)
         page.keyboard.press("Enter")
         page.wait_for_selector("#chosen .waterfall")
         wanted = second.get_attribute("data-request")
@@ -305,6 +348,26 @@ def test_the_page_has_no_barriers_and_fits_its_window(
         expect(page.locator("#theme")).to_have_text("Theme: light")
 
 
+def test_a_cluster_that_was_away_may_serve_another_model(cluster: ClusterProcess, chromium: Browser) -> None:
+    forbid = (
+        "for (const area of ['localStorage', 'sessionStorage'])"
+        " Object.defineProperty(window, area, {get() { throw Error(); }});"
+    )
+    other = {"data": [{"id": "another", "input_modalities": ["text"]}]}
+    with opened(chromium, f"{cluster.url}/console") as (page, problems):
+        page.add_init_script(forbid)
+        page.reload()
+        is_ready(page)  # Also where the browser keeps nothing for pages.
+        page.route("**/v1/models", lambda route: route.fulfill(json=other))
+        page.route("**/health/ready", lambda route: route.abort())
+        expect(page.locator("#state-text")).to_have_text("The server can't be reached.")
+        page.unroute("**/health/ready")
+        expect(page.locator("#state-text")).to_contain_text("another: ready")
+        expect(page.locator("#attach")).to_be_hidden()
+        assert {each.partition(": ")[2] for each in problems} == {"net::ERR_FAILED"}
+        problems.clear()
+
+
 def test_keys_are_asked_for_and_decide_what_is_shown(chromium: Browser, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{digest(KEY)} - ops role=operator\n{digest(TENANTS_KEY)} shop web\n")
@@ -323,9 +386,19 @@ def test_keys_are_asked_for_and_decide_what_is_shown(chromium: Browser, tmp_path
         expect(page.locator("#last")).to_contain_text("An operator's key shows the waterfall")
         page.click("#tab-cluster")
         expect(page.locator("#state-text")).to_have_text("this needs an operator's key")
+        page.evaluate(
+            "said = []; new MutationObserver(() => said.push(document.querySelector('#state-text').textContent))"
+            ".observe(document.querySelector('#state'), {subtree: true, childList: true, characterData: true})"
+        )
+        for _ in range(2):
+            page.wait_for_event("response", lambda answer: answer.url.endswith("/weft/cluster"))
+        assert page.evaluate("said") == [], "a status that changes is read out each time"
         page.click("#key")
         use_key(page, KEY)
         expect(page.locator(".member").first).to_be_visible()
+        page.click("#key")
+        use_key(page, TENANTS_KEY)
+        expect(page.locator(".member")).to_have_count(0)
         statuses = {re.sub(r"\D", "", each.partition("status of")[2])[:3] for each in problems}
         assert statuses <= {"401", "403"}
         problems.clear()  # The browser reports refusals.

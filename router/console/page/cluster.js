@@ -1,6 +1,6 @@
 // The picture of the cluster: routers, encoders and workers, what each does now, and the links between them.
 
-import { byId, element, milliseconds, percent, shortName, sizeOf } from "./elements.js";
+import { byId, element, milliseconds, percent, renew, shortName, sizeOf } from "./elements.js";
 import { read } from "./server.js";
 
 /** A pool of more members shows them as small tiles, and no links. */
@@ -15,9 +15,12 @@ const LINK_TO_WORDS = {
 };
 /** Holds the counters of the last picture, for rates. */
 let before = { at: 0, done: new Map() };
+let numCleared = 0;
 
 export async function refreshCluster() {
+  const number = numCleared;
   const picture = await read("weft/cluster");
+  if (number !== numCleared) return;
   const now = performance.now() / 1000;
   const rates = ratesOf(picture, now);
   const routers = picture.routers.map((each) => routerCard(each, picture));
@@ -35,7 +38,8 @@ export async function refreshCluster() {
   const place = byId("picture");
   const isLarge = [picture.routers, picture.encoders, picture.workers].some((each) => each.length > MANY);
   place.classList.toggle("large", isLarge);
-  place.replaceChildren(...pools);
+  place.querySelector(":scope > svg")?.remove();
+  renew(place, pools);
   if (!isLarge) drawLinks(place, picture);
   const speed = picture.workers.reduce((sum, each) => sum + (rates.get(each.member_id) ?? 0), 0);
   const kinds = [...new Set(picture.links.map((each) => LINK_TO_WORDS[each.link] ?? each.link))];
@@ -49,14 +53,22 @@ export async function refreshCluster() {
     .join(" · ");
 }
 
+/** Forgets what was shown: it was for another key. */
+export function clearCluster() {
+  numCleared += 1;
+  before = { at: 0, done: new Map() };
+  byId("picture").replaceChildren();
+  byId("totals").textContent = "";
+}
+
 /** Returns what each member has done per second since the last picture. */
 function ratesOf(picture, now) {
   const done = new Map([...picture.encoders, ...picture.workers].map((each) => [each.member_id, each.num_done]));
   const seconds = now - before.at;
   const rates = new Map();
   for (const [id, count] of done) {
-    const earlier = before.done.get(id);
-    if (earlier !== undefined && count !== null && seconds < 30) rates.set(id, Math.max(0, count - earlier) / seconds);
+    const earlier = before.done.get(id) ?? null; // A router that has just started knows no counters yet.
+    if (earlier !== null && count !== null && seconds < 30) rates.set(id, Math.max(0, count - earlier) / seconds);
   }
   before = { at: now, done };
   return rates;
@@ -82,11 +94,13 @@ function card(member, pieces, state = "there") {
     leaving: "is being stopped",
     silent: "no report comes",
   }[state];
-  const where = element("div", { class: "wordy", text: [said, `host ${member.host}`].filter(Boolean).join(" · ") });
+  const trouble = said ? element("div", { class: "trouble", text: said }) : null;
+  const where = element("div", { class: "wordy", text: `host ${member.host}` });
   return element(
     "article",
     { class: `member ${state}`, "data-member": member.member_id, "aria-label": member.member_id },
     name,
+    trouble,
     ...pieces,
     where,
   );

@@ -1,16 +1,17 @@
 // Starts the console: its tabs, its theme, the API key, and the state of the cluster in its head. It refreshes the tab
 // that is shown, once per second, and nothing while the page is hidden.
 
-import { refreshCluster } from "./cluster.js";
-import { byId } from "./elements.js";
+import { clearCluster, refreshCluster } from "./cluster.js";
+import { byId, keep, kept } from "./elements.js";
 import { startPlayground, useModel } from "./playground.js";
-import { isLive, refreshRequests, startRequests } from "./requests.js";
+import { clearRequests, isLive, refreshRequests, startRequests } from "./requests.js";
 import { hasKey, read, useKey } from "./server.js";
 
 const TABS = ["playground", "requests", "cluster"];
 const REFRESH_MS = 1000;
 const THEMES = ["system", "light", "dark"];
 let shownTab = "playground";
+/** Says that the model is known. It is asked for again when the cluster may have become another one. */
 let hasModel = false;
 let isAsking = false;
 
@@ -48,11 +49,11 @@ function useTheme(theme) {
   if (theme === "system") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   byId("theme").textContent = `Theme: ${theme}`;
-  localStorage.setItem("weft-theme", theme);
+  keep("localStorage", "weft-theme", theme);
 }
 
 function startTheme() {
-  let theme = localStorage.getItem("weft-theme");
+  let theme = kept("localStorage", "weft-theme");
   if (!THEMES.includes(theme)) theme = "system";
   useTheme(theme);
   byId("theme").onclick = () => {
@@ -71,7 +72,9 @@ function startKey() {
     event.preventDefault();
     useKey(byId("key-field").value);
     dialog.close();
-    hasModel = false;
+    forgetModel();
+    clearRequests();
+    clearCluster();
     refresh();
   };
 }
@@ -86,6 +89,30 @@ function askForKey(why) {
 
 // ------------------------------------------------------------ what the cluster says
 
+function forgetModel() {
+  hasModel = false;
+}
+
+/** Returns what the head says of the cluster, as the kind of its dot and a text. */
+async function readState() {
+  let ready;
+  try {
+    ready = await read("health/ready");
+  } catch (error) {
+    if (error.status !== 503 || !error.body?.status) throw error;
+    ready = error.body; // A cluster that is not ready says so with status 503.
+  }
+  if (!hasModel) {
+    const { data } = await read("v1/models");
+    useModel(data[0]);
+    byId("state").dataset.model = data[0].id;
+    hasModel = true;
+  }
+  const model = byId("state").dataset.model;
+  const counts = `${ready.num_encoders} encoder${ready.num_encoders === 1 ? "" : "s"}, ${ready.num_workers} worker${ready.num_workers === 1 ? "" : "s"}`;
+  return [ready.status === "ready" ? "good" : "warn", `${model}: ${ready.status}, ${counts}`];
+}
+
 function refused(error) {
   if (error.status === 401 && !isAsking) {
     isAsking = true; // Once; then the button in the head is there.
@@ -96,32 +123,13 @@ function refused(error) {
     );
   }
   if (error.status === 401) setState("warn", hasKey() ? "the key is not known" : "a key is needed");
-  else if (error.status === 403 && shownTab !== "playground") setState("warn", "this needs an operator's key");
-  else if (error.status !== 403) setState("bad", error.message);
+  else if (error.status === 403) setState("warn", "this needs an operator's key");
+  else setState("bad", error.message);
 }
 
 function setState(kind, text) {
   document.querySelector("#state .dot").className = `dot ${kind}`;
   if (byId("state-text").textContent !== text) byId("state-text").textContent = text;
-}
-
-async function readState() {
-  let ready;
-  try {
-    ready = await read("health/ready");
-  } catch (error) {
-    if (error.status !== 503) throw error;
-    ready = await fetch("health/ready", { credentials: "omit" }).then((answer) => answer.json());
-  }
-  if (!hasModel) {
-    const { data } = await read("v1/models");
-    useModel(data[0]);
-    byId("state").dataset.model = data[0].id;
-    hasModel = true;
-  }
-  const model = byId("state").dataset.model;
-  const counts = `${ready.num_encoders} encoder${ready.num_encoders === 1 ? "" : "s"}, ${ready.num_workers} worker${ready.num_workers === 1 ? "" : "s"}`;
-  setState(ready.status === "ready" ? "good" : "warn", `${model}: ${ready.status}, ${counts}`);
 }
 
 let isRefreshing = false;
@@ -130,10 +138,12 @@ async function refresh() {
   if (isRefreshing || document.hidden) return;
   isRefreshing = true;
   try {
-    await readState();
+    const state = await readState();
     if (shownTab === "requests" && isLive()) await refreshRequests();
     if (shownTab === "cluster") await refreshCluster();
+    setState(...state); // The head says one thing in each round, so a screen reader does not speak twice a second.
   } catch (error) {
+    if (error.status === 0 || error.status >= 500) forgetModel();
     refused(error);
   } finally {
     isRefreshing = false;
@@ -143,8 +153,11 @@ async function refresh() {
 startTheme();
 startTabs();
 startKey();
-startPlayground();
+startPlayground(forgetModel);
 startRequests(refused);
 showTab(TABS.find((each) => location.hash === `#${each}`) ?? "playground");
 setInterval(refresh, REFRESH_MS);
-document.addEventListener("visibilitychange", refresh);
+document.addEventListener("visibilitychange", () => {
+  forgetModel();
+  refresh();
+});

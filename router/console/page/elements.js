@@ -21,6 +21,72 @@ export function byId(id) {
   return document.getElementById(id);
 }
 
+/** Returns what the browser keeps of an earlier visit, or null. Browsers may forbid pages to keep anything. */
+export function kept(area, name) {
+  try {
+    return window[area].getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+/** Lets the browser keep a text for later, or forget it if it is empty. */
+export function keep(area, name, text) {
+  try {
+    if (text) window[area].setItem(name, text);
+    else window[area].removeItem(name);
+  } catch {
+    // The page works without it until it is closed.
+  }
+}
+
+/** Returns what tells a row or a card from the others of its list, whatever it shows. */
+function keyOf(node) {
+  return node.dataset?.request ?? node.dataset?.member;
+}
+
+/**
+ * Makes the content of `place` equal to `made`. What is there already is changed in place and not replaced, so it keeps
+ * its focus, its selection, a press of the mouse that has begun, and what a person has scrolled or unfolded. Rows and
+ * cards keep their handlers, which must depend on nothing but their key.
+ */
+export function renew(place, made) {
+  const wanted = new Set(made.map(keyOf));
+  for (const each of [...place.childNodes]) if (keyOf(each) && !wanted.has(keyOf(each))) each.remove();
+  const keyToOld = new Map([...place.childNodes].map((each) => [keyOf(each), each]));
+  let at = place.firstChild;
+  const removeHere = () => {
+    const gone = at;
+    at = at.nextSibling;
+    gone.remove();
+  };
+  for (const next of made) {
+    const key = keyOf(next);
+    while (key && at && !keyOf(at)) removeHere();
+    const isSameKind = at && !keyOf(at) && at.nodeName === next.nodeName;
+    const old = key ? keyToOld.get(key) : isSameKind ? at : undefined;
+    if (old && old === at) at = at.nextSibling;
+    else place.insertBefore(old ?? next, at);
+    if (old) become(old, next);
+  }
+  while (at) removeHere();
+}
+
+/** Gives an old node what a new one of its kind has. Only a person folds and unfolds what is in the page. */
+function become(old, next) {
+  if (!(old instanceof Element)) {
+    if (old.data !== next.data) old.data = next.data;
+    return;
+  }
+  const isOwn = ({ name }) => name !== "style" && name !== "open";
+  for (const { name } of [...old.attributes].filter(isOwn)) if (!next.hasAttribute(name)) old.removeAttribute(name);
+  for (const { name, value } of [...next.attributes].filter(isOwn))
+    if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+  // The page's policy forbids the attribute, but not the property.
+  if (old.style.cssText !== next.style.cssText) old.style.cssText = next.style.cssText;
+  renew(old, [...next.childNodes]);
+}
+
 export function words(name) {
   const bare = name.replace(/_s$/, "");
   const known = nameToWords[name] || nameToWords[bare];

@@ -74,8 +74,11 @@ export function openCamera(take) {
   const view = byId("camera-view");
   const shown = byId("camera-error");
   let stream = null;
+  let isClosed = false;
+  const stop = () => stream?.getTracks().forEach((track) => track.stop());
   const close = () => {
-    stream?.getTracks().forEach((track) => track.stop());
+    isClosed = true;
+    stop();
     view.srcObject = null;
     dialog.close();
   };
@@ -94,12 +97,13 @@ export function openCamera(take) {
     .getUserMedia({ video: { facingMode: "environment" } })
     .then(async (found) => {
       stream = found;
-      if (!dialog.open) return close();
+      if (isClosed) return stop(); // The dialog may be open again, for another camera.
       view.srcObject = found;
       await view.play();
       byId("camera-take").disabled = false;
     })
     .catch((error) => {
+      if (isClosed) return;
       shown.textContent = `The camera can't be used: ${error.message}`;
       shown.hidden = false;
     });

@@ -6,9 +6,11 @@ import { showRecord } from "./record.js";
 import { chat } from "./server.js";
 
 /** Holds the conversation as the API takes it, and what waits to be sent. */
-const state = { model: null, modalities: null, messages: [], attached: [], running: null };
+const state = { model: null, modalities: null, messages: [], attached: [], running: null, failed: () => {} };
 
-export function startPlayground() {
+/** `failed` is called when a request has failed, since the cluster may be another one now. */
+export function startPlayground(failed) {
+  state.failed = failed;
   byId("send").onclick = send;
   byId("stop").onclick = () => state.running?.abort();
   byId("clear").onclick = clear;
@@ -30,20 +32,24 @@ export function startPlayground() {
       attachAll(event.clipboardData.files);
     }
   };
-  const area = byId("drop");
-  for (const name of ["dragenter", "dragover"]) {
-    area.addEventListener(name, (event) => {
+  startDrops(byId("drop"));
+}
+
+/** Takes files that are dropped on `area`. Beside it, a browser would leave the page and open the file. */
+function startDrops(area) {
+  const hasFiles = (event) => event.dataTransfer?.types.includes("Files");
+  for (const name of ["dragenter", "dragover", "drop"]) {
+    addEventListener(name, (event) => {
+      if (!hasFiles(event)) return;
+      const isInside = area.contains(event.target);
       event.preventDefault();
-      area.classList.add("over");
+      area.classList.toggle("over", isInside && name !== "drop");
+      if (name === "drop" && isInside) attachAll(event.dataTransfer.files);
+      else if (!isInside) event.dataTransfer.dropEffect = "none";
     });
   }
   area.addEventListener("dragleave", (event) => {
     if (!area.contains(event.relatedTarget)) area.classList.remove("over");
-  });
-  area.addEventListener("drop", (event) => {
-    event.preventDefault();
-    area.classList.remove("over");
-    attachAll(event.dataTransfer.files);
   });
 }
 
@@ -118,7 +124,8 @@ async function send() {
   const text = prompt.value.trim();
   const media = state.attached;
   if (state.running || (!text && !media.length)) return;
-  state.running = new AbortController();
+  const own = new AbortController();
+  state.running = own;
   busy(true);
   const shown = media.length ? element("div", { class: "media" }, ...media.map((each) => each.shown())) : null;
   add(element("div", { class: "message user" }, shown, element("div", { class: "said", text })));
@@ -127,42 +134,56 @@ async function send() {
   listAttached();
   const turn = new Turn();
   add(turn.node);
-  const before = state.messages.length;
+  const { messages } = state; // A new conversation may begin before this answer has come.
+  const before = messages.length;
   try {
     const parts = await Promise.all(media.map((each) => each.part()));
     const content = parts.length ? [...parts, ...(text ? [{ type: "text", text }] : [])] : text;
-    state.messages.push({ role: "user", content });
-    await turn.run(body(), state.running.signal);
-    state.messages.push({ role: "assistant", content: turn.text });
+    messages.push({ role: "user", content });
+    await turn.run(body(messages), own.signal);
+    messages.push({ role: "assistant", content: turn.text });
   } catch (error) {
-    if (error.name === "AbortError") {
-      turn.note("stopped");
-      if (turn.text) state.messages.push({ role: "assistant", content: turn.text });
-      else state.messages.length = before;
+    const isStopped = error.name === "AbortError";
+    if (isStopped) turn.note("stopped");
+    else turn.fail(error.message);
+    if (isStopped && turn.text) {
+      messages.push({ role: "assistant", content: turn.text });
     } else {
-      state.messages.length = before;
-      turn.fail(error.message);
+      messages.length = before;
+      if (messages === state.messages) giveBack(text, media);
     }
+    if (!isStopped) state.failed();
   } finally {
+    turn.end();
     state.running = null;
     busy(false);
-    prompt.focus();
   }
 }
 
+/** Puts a message that has no answer back where it was written, to be changed or sent again. */
+function giveBack(text, media) {
+  if (!byId("prompt").value) byId("prompt").value = text;
+  state.attached = [...media, ...state.attached];
+  listAttached();
+}
+
+/** Shows the button that stops an answer, or the one that sends. The focus goes on from a button that disappears. */
 function busy(isBusy) {
-  byId("send").hidden = isBusy;
-  byId("stop").hidden = !isBusy;
+  const [shown, gone] = isBusy ? [byId("stop"), byId("send")] : [byId("send"), byId("stop")];
+  const hadFocus = document.activeElement === gone;
+  shown.hidden = false;
+  if (hadFocus) (isBusy ? shown : byId("prompt")).focus();
+  gone.hidden = true;
 }
 
 /** Returns the body of a request for the conversation and the settings. */
-function body() {
+function body(messages) {
   const number = (id) => (byId(id).value === "" ? undefined : Number(byId(id).value));
   const system = byId("system").value.trim();
   const isStreamed = byId("streamed").checked;
   return {
     model: state.model,
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...state.messages],
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
     max_tokens: number("max-tokens"),
     temperature: number("temperature"),
     top_p: number("top-p"),
@@ -177,10 +198,22 @@ function body() {
 class Turn {
   constructor() {
     this.text = "";
+    this.reason = null;
     this.thought = element("div", { class: "thought", hidden: true });
     this.said = element("div", { class: "said", text: "…" });
     this.facts = element("div", { class: "facts" });
-    this.node = element("div", { class: "message assistant" }, this.thought, this.said, this.facts);
+    // A screen reader reads the whole answer when it is there, and not again with every token.
+    this.node = element(
+      "div",
+      { class: "message assistant", "aria-busy": "true" },
+      this.thought,
+      this.said,
+      this.facts,
+    );
+  }
+
+  end() {
+    this.node.removeAttribute("aria-busy");
   }
 
   async run(request, signal) {
@@ -188,13 +221,13 @@ class Turn {
     let firstAt = null;
     let usage = null;
     let record = null;
-    for await (const { head, chunk, whole } of chat(request, signal)) {
-      if (head) continue;
+    for await (const { chunk, whole } of chat(request, signal)) {
       const came = chunk ?? whole;
       const choice = came.choices[0];
       const piece = chunk ? choice?.delta : choice?.message;
       if (firstAt === null && (piece?.content || piece?.reasoning_content)) firstAt = performance.now();
       this.take(piece ?? {});
+      this.reason = choice?.finish_reason ?? this.reason;
       usage = came.usage ?? usage;
       record = came.weft?.explain ?? record;
     }
@@ -205,6 +238,7 @@ class Turn {
     ];
     facts.push(`${milliseconds((ended - began) / 1000)} in the browser`);
     if (usage) facts.push(`${usage.prompt_tokens} + ${usage.completion_tokens} tokens`);
+    if (this.reason === "length") facts.push("cut off: no more tokens were allowed");
     this.note(facts.filter(Boolean).join(" · "));
     if (record) showRecord(byId("last"), record, { browserSeconds: (ended - began) / 1000 });
   }

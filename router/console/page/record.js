@@ -1,6 +1,6 @@
 // Shows the record of one request: the parts of its time, the waterfall, the router's decision, and what was predicted.
 
-import { colourOf, element, milliseconds, percent, shortName, sizeOf, table, words } from "./elements.js";
+import { colourOf, element, milliseconds, percent, renew, shortName, sizeOf, table, words } from "./elements.js";
 import { save } from "./server.js";
 
 const NO_TIME_S = 1e-6;
@@ -12,7 +12,6 @@ const PAIR_TERMS = [
   "held_s",
   "first_token_s",
   "delivery_s",
-
   "released_s",
   "covered_tokens",
   "num_prefill_tokens",
@@ -50,7 +49,9 @@ export function showRecord(place, record, { browserSeconds = null } = {}) {
     isWhole ? stages(record) : null,
     isWhole ? tools(record) : null,
   ];
-  place.replaceChildren(...pieces.filter(Boolean));
+  const made = pieces.filter(Boolean);
+  if (place.dataset.request === record.request_id) renew(place, made);
+  else place.replaceChildren(...made);
   place.dataset.request = record.request_id;
 }
 

@@ -1,14 +1,17 @@
 // The list of the latest requests, each as a bar over the time at which it ran, with the record of the chosen one beside
 // it.
 
-import { byId, element, milliseconds } from "./elements.js";
+import { byId, element, milliseconds, renew } from "./elements.js";
 import { showRecord } from "./record.js";
-import { ask, read, save } from "./server.js";
+import { read, readWithHeaders, save } from "./server.js";
 
 const MAX_SHOWN = 60;
-const state = { chosen: null, shown: [], hasEnded: false };
+/** A record is read this many times after its request has ended, because answers of members may still come. */
+const READS_AFTER_END = 3;
+const state = { chosen: null, readsLeft: 0, numAsked: 0, refused: () => {} };
 
 export function startRequests(refused) {
+  state.refused = refused;
   byId("kind").onchange = () => refreshRequests().catch(refused);
   byId("span").onchange = () => refreshRequests().catch(refused);
   byId("export-minute").onclick = () =>
@@ -29,10 +32,23 @@ export function isLive() {
 
 export async function refreshRequests() {
   const kind = byId("kind").value;
-  const answer = await ask(`weft/requests?format=json&limit=${MAX_SHOWN}${kind ? `&modality=${kind}` : ""}`);
-  const { requests, routers_without_answer: silent } = await answer.json();
-  show(requests, silent, serverNow(answer.headers.get("date")));
+  state.numAsked += 1;
+  const number = state.numAsked;
+  const { content, headers } = await readWithHeaders(
+    `weft/requests?format=json&limit=${MAX_SHOWN}${kind ? `&modality=${kind}` : ""}`,
+  );
+  if (number !== state.numAsked) return; // What was asked later may be of another kind.
+  show(content.requests, content.routers_without_answer, serverNow(headers.get("date")));
   await refreshChosen();
+}
+
+/** Forgets what was shown: it was for another key. */
+export function clearRequests() {
+  state.chosen = null;
+  state.numAsked += 1;
+  byId("request-list").replaceChildren();
+  byId("chosen").replaceChildren(element("p", { class: "hint", text: "Choose a request to see where its time went." }));
+  delete byId("chosen").dataset.request;
 }
 
 /** Returns the server's time. Its header has whole seconds, so clocks that differ by less count as equal. */
@@ -43,11 +59,8 @@ function serverNow(date) {
 }
 
 function show(requests, silent, now) {
-  const list = byId("request-list");
-  const focused = document.activeElement?.dataset?.request;
   const span = Number(byId("span").value);
   const inSpan = requests.filter((each) => ended(each, now) >= now - span);
-  state.shown = inSpan;
   const rows = inSpan.map((each) => row(each, now, span));
   const scale = element(
     "div",
@@ -77,10 +90,12 @@ function show(requests, silent, now) {
   const warning = silent.length
     ? element("p", { class: "error", text: `These routers have not answered: ${silent.join(", ")}` })
     : null;
-  list.replaceChildren(
-    ...[warning, rows.length ? key : null, rows.length ? scale : null, ...rows, none].filter(Boolean),
-  );
-  if (focused) list.querySelector(`[data-request="${CSS.escape(focused)}"]`)?.focus();
+  const more =
+    rows.length === MAX_SHOWN
+      ? element("p", { class: "hint", text: `The list ends after ${MAX_SHOWN} requests.` })
+      : null;
+  const above = rows.length ? [warning, key, scale] : [warning];
+  renew(byId("request-list"), [...above, ...rows, none, more].filter(Boolean));
 }
 
 function ended(each, now) {
@@ -105,7 +120,7 @@ function row(each, now, span) {
   const took = isRunning ? each.stage : isBad ? each.outcome : milliseconds(each.total_s);
   const time = new Date(each.received_at * 1000).toLocaleTimeString([], { hour12: false });
   const told = `${each.modality} request at ${time}: ${isRunning ? `running, ${each.stage}` : `${each.outcome}, first token ${milliseconds(each.first_token_s) || "none"}, total ${milliseconds(each.total_s)}`}`;
-  const choose = () => chooseRequest(each.request_id);
+  const choose = () => chooseRequest(each.request_id).catch(state.refused);
   return element(
     "button",
     {
@@ -125,7 +140,7 @@ function row(each, now, span) {
 
 async function chooseRequest(id) {
   state.chosen = id;
-  state.hasEnded = false;
+  state.readsLeft = READS_AFTER_END;
   for (const each of byId("request-list").querySelectorAll("button")) {
     if (each.dataset.request === id) each.setAttribute("aria-current", "true");
     else each.removeAttribute("aria-current");
@@ -133,17 +148,20 @@ async function chooseRequest(id) {
   await refreshChosen();
 }
 
-/** Shows the chosen request, again and again until it has ended. */
+/** Shows the chosen request, again and again until its record is complete. */
 async function refreshChosen() {
-  if (!state.chosen || state.hasEnded) return;
+  if (!state.chosen || state.readsLeft === 0) return;
   const id = state.chosen;
   try {
     const record = await read(`weft/requests/${encodeURIComponent(id)}?format=json`);
     if (id !== state.chosen) return;
-    state.hasEnded = record.outcome !== "running";
+    state.readsLeft = record.outcome === "running" ? READS_AFTER_END : state.readsLeft - 1;
     showRecord(byId("chosen"), record);
   } catch (error) {
-    state.hasEnded = true;
+    if (id !== state.chosen) return;
+    if (error.status !== 404) throw error; // It may be read when the server is there again.
+    state.readsLeft = 0;
     byId("chosen").replaceChildren(element("p", { class: "error", role: "alert", text: error.message }));
+    delete byId("chosen").dataset.request;
   }
 }
