@@ -31,7 +31,7 @@ from PIL import Image, ImageDraw
 ADDRESS = "http://127.0.0.1:8000"
 ASKS_A_CLUSTER = re.compile(r"\bweft (demo|chat|status|top|trace)\b(?![^\n|;&]*--url)")
 SHORTER = (
-    (r"--seconds \d+", "--seconds 1"),
+    (r"--seconds \d+", "--seconds 2"),
     (r"--run-time \d+[sm]", "--run-time 2s"),
     (r"--requests \d+", "--requests 60"),
 )
