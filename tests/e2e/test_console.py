@@ -185,6 +185,12 @@ def test_a_picture_of_the_camera_is_sent(cluster: ClusterProcess, chromium: Brow
         page.click("#attached button")
         expect(page.locator("#attached li")).to_have_count(0)
         page.click("#camera")
+        expect(page.locator("#camera-take")).to_be_enabled()
+        tracks = page.evaluate_handle("document.querySelector('#camera-view').srcObject.getTracks()")
+        page.keyboard.press("Escape")
+        expect(page.locator("#camera-dialog")).to_be_hidden()
+        page.wait_for_function("tracks => tracks.every((each) => each.readyState === 'ended')", arg=tracks)
+        page.click("#camera")
         page.click("#camera-take:not([disabled])")
         expect(page.locator("#attached li")).to_have_count(1)
         ask(page, question("image").text)
@@ -288,6 +294,8 @@ def test_requests_are_listed_and_chosen_with_the_keyboard_and_exported(
         page.keyboard.press("Enter")
         page.wait_for_selector("#chosen .waterfall")
         wanted = second.get_attribute("data-request")
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.closest('#chosen') !== null"), "Tab leaves the list at once"
         assert page.get_attribute("#chosen", "data-request") == wanted
         *parts, total_s = shown_s(page, "#chosen")
         assert sum(parts) == pytest.approx(total_s, rel=1e-3)
@@ -300,6 +308,11 @@ def test_requests_are_listed_and_chosen_with_the_keyboard_and_exported(
             page.click("#export-minute")
         every = json.loads(Path(minute.value.path()).read_text())["traceEvents"]
         assert len(every) > len(spans)
+        page.set_viewport_size({"width": 390, "height": 240})
+        page.evaluate("scrollTo(0, 0)")
+        expect(page.locator("#chosen")).not_to_be_in_viewport()
+        first.press("Enter")
+        expect(page.locator("#chosen h2")).to_be_in_viewport()
         page.select_option("#kind", "video")
         expect(page.locator("#request-list")).not_to_contain_text("text")
 

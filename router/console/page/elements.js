@@ -135,7 +135,11 @@ export function table(columns, rows, { caption, isBest = () => false, footer = n
   };
   const head = element("tr", {}, ...columns.map((column) => cell("th", column, column.title)));
   const body = rows.map((row) =>
-    element("tr", { class: isBest(row) ? "best" : undefined }, ...columns.map((c) => cell("td", c, c.show(row)))),
+    element(
+      "tr",
+      isBest(row) ? { class: "best", "aria-current": "true" } : {},
+      ...columns.map((c) => cell("td", c, c.show(row))),
+    ),
   );
   const made = element("table", {}, caption ? element("caption", { class: "hidden", text: caption }) : null);
   made.append(element("thead", {}, head), element("tbody", {}, ...body));

@@ -77,6 +77,7 @@ export function openCamera(take) {
   let isClosed = false;
   const stop = () => stream?.getTracks().forEach((track) => track.stop());
   const close = () => {
+    if (isClosed) return;
     isClosed = true;
     stop();
     view.srcObject = null;
@@ -85,7 +86,7 @@ export function openCamera(take) {
   shown.hidden = true;
   byId("camera-take").disabled = true;
   byId("camera-cancel").onclick = close;
-  dialog.oncancel = close;
+  dialog.onclose = close; // A browser may close it itself, for the Escape key.
   byId("camera-take").onclick = () => {
     const canvas = element("canvas", { width: view.videoWidth, height: view.videoHeight });
     canvas.getContext("2d").drawImage(view, 0, 0);

@@ -65,13 +65,15 @@ function headline(record) {
     });
   }
   const longest = first.longest_part;
+  const isOpen = longest === "worker" && record.outcome === "running"; // The worker reports at the end.
+  const part = isOpen ? "the worker's work" : words(longest).toLowerCase();
   return element(
     "p",
     {},
     "The first token came after ",
     element("b", { text: milliseconds(first.at_s) }),
     "; most of that is ",
-    element("b", { text: words(longest).toLowerCase() }),
+    element("b", { text: part }),
     ` (${milliseconds(first.parts[longest])}).${said}`,
   );
 }
@@ -266,6 +268,7 @@ function heat(rows, isChosen) {
         const background = `color-mix(in srgb, var(--heat) ${Math.round(heat * 55)}%, transparent)`;
         return element("td", {
           class: isChosen(row) ? "chosen" : undefined,
+          "aria-current": isChosen(row) ? "true" : undefined,
           text: milliseconds(row.ttft_s),
           style: { background },
         });

@@ -8,7 +8,9 @@ import { read, readWithHeaders, save } from "./server.js";
 const MAX_SHOWN = 60;
 /** A record is read this many times after its request has ended, because answers of members may still come. */
 const READS_AFTER_END = 3;
-const state = { chosen: null, readsLeft: 0, numAsked: 0, refused: () => {} };
+const NONE_CHOSEN = "Choose a request to see where its time went.";
+/** The list is one stop of the Tab key, at `focused`; the arrow keys move in it. */
+const state = { chosen: null, focused: null, readsLeft: 0, numAsked: 0, refused: () => {} };
 
 export function startRequests(refused) {
   state.refused = refused;
@@ -24,6 +26,10 @@ export function startRequests(refused) {
     event.preventDefault();
     rows[Math.max(0, Math.min(rows.length - 1, at + step))].focus();
   };
+  byId("request-list").addEventListener("focusin", (event) => {
+    state.focused = event.target.dataset.request;
+    for (const each of byId("request-list").querySelectorAll("button")) each.tabIndex = each === event.target ? 0 : -1;
+  });
 }
 
 export function isLive() {
@@ -47,7 +53,7 @@ export function clearRequests() {
   state.chosen = null;
   state.numAsked += 1;
   byId("request-list").replaceChildren();
-  byId("chosen").replaceChildren(element("p", { class: "hint", text: "Choose a request to see where its time went." }));
+  byId("chosen").replaceChildren(element("p", { class: "hint", text: NONE_CHOSEN }));
   delete byId("chosen").dataset.request;
 }
 
@@ -61,7 +67,8 @@ function serverNow(date) {
 function show(requests, silent, now) {
   const span = Number(byId("span").value);
   const inSpan = requests.filter((each) => ended(each, now) >= now - span);
-  const rows = inSpan.map((each) => row(each, now, span));
+  const stop = inSpan.find((each) => each.request_id === state.focused) ?? inSpan[0];
+  const rows = inSpan.map((each) => row(each, now, span, each === stop));
   const scale = element(
     "div",
     { class: "axis", "aria-hidden": "true" },
@@ -85,7 +92,7 @@ function show(requests, silent, now) {
     ? null
     : element("p", {
         class: "hint",
-        text: requests.length ? "No request ran in this span." : "No request has come yet.",
+        text: requests.length ? "No request ran in this span." : "No such request has come yet.",
       });
   const warning = silent.length
     ? element("p", { class: "error", text: `These routers have not answered: ${silent.join(", ")}` })
@@ -102,7 +109,7 @@ function ended(each, now) {
   return each.total_s === null ? now : each.received_at + each.total_s;
 }
 
-function row(each, now, span) {
+function row(each, now, span, isStop) {
   const isRunning = each.outcome === "running";
   const isBad = !isRunning && each.outcome !== "ok" && each.outcome !== "tokenized";
   const begin = now - span;
@@ -126,6 +133,7 @@ function row(each, now, span) {
     {
       class: "request",
       "data-request": each.request_id,
+      tabindex: isStop ? "0" : "-1",
       "aria-current": each.request_id === state.chosen ? "true" : undefined,
       "aria-label": told,
       title: told,
@@ -146,6 +154,8 @@ async function chooseRequest(id) {
     else each.removeAttribute("aria-current");
   }
   await refreshChosen();
+  const place = byId("chosen");
+  if (place.getBoundingClientRect().top > innerHeight - 100) place.scrollIntoView(); // On a phone, it is below the list.
 }
 
 /** Shows the chosen request, again and again until its record is complete. */
