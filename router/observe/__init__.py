@@ -35,13 +35,14 @@ from router.observe.record_spans import chrome_trace
 from router.observe.record_words import NAME_TO_WORDS, milliseconds, moment, place_of, words
 from router.observe.router_metrics import RouterMetrics, Timing
 from router.observe.span_context import SpanContext, TracingSettings, beside, read_traceparent
-from router.observe.span_export import ExportCounts, SpanExport
+from router.observe.span_export import SPAN_THREAD, ExportCounts, SpanExport
 from router.observe.traces import Found, RequestFilter, RequestTrace, TraceRing, TraceSearch
 
 __all__ = [
     "ENCODER_NUMBERS",
     "MAX_LINKS",
     "NAME_TO_WORDS",
+    "SPAN_THREAD",
     "UP_TEXT",
     "WORKER_NUMBERS",
     "ClusterMetrics",

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -25,6 +25,7 @@ from router.observe.record_spans import RecordSpan, record_spans
 from router.observe.span_context import Sampler, SpanContext, TracingSettings, new_span_id
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
@@ -33,8 +34,14 @@ MAX_WAITING = 2048
 """This many records wait at most; a record takes some tens of kilobytes."""
 SETTLE_S = 1.0
 """A record waits this long, because an encoder's answer may come after the end of its request."""
+SPAN_THREAD = "weft-spans"
+"""Names the thread that makes spans and sends them."""
 MAX_BATCH_SPANS = 512
-IDLE_S = 0.25
+IDLE_S = 1.0
+"""This much time is between two batches, because a call to the collector takes as much processor time as the spans of
+five requests."""
+MAX_RESOURCES = 4096
+"""The resources of this many members are kept; members come and go."""
 
 
 class EndedRecord(Protocol):
@@ -76,6 +83,8 @@ class SpanExport(Collector):
         self._sampler = Sampler(settings, now)
         self._waiting: deque[tuple[float, EndedRecord]] = deque()
         self._thread: threading.Thread | None = None
+        self._otel: OtelSpans | None = None
+        """Is made when the first spans are sent."""
         self._closing = threading.Event()
         self._num_dropped = self._num_sent = self._num_failed = 0
 
@@ -118,7 +127,7 @@ class SpanExport(Collector):
             return
         self._waiting.append((self._now(), record))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="weft-spans", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=SPAN_THREAD, daemon=True)
             self._thread.start()
 
     def close(self, limit_s: float = 5.0) -> None:
@@ -162,8 +171,10 @@ class SpanExport(Collector):
 
     def _spans_of(self, record: EndedRecord) -> list[ReadableSpan]:
         assert record.span is not None
+        if self._otel is None:
+            self._otel = OtelSpans(self._facts)
         try:
-            return otel_spans(record_spans(record.for_spans()), record.span, self._facts)
+            return self._otel.of(record_spans(record.for_spans()), record.span)
         except Exception:  # It must not end the thread, and the records of other requests are fine.
             _LOG.exception("no spans can be made of a request of the trace %s", record.span.trace_hex)
             return []
@@ -185,47 +196,74 @@ def _otlp_exporter(settings: TracingSettings) -> SpanExporter:
     )
 
 
-def otel_spans(spans: Sequence[RecordSpan], root: SpanContext, facts: Mapping[str, str]) -> list[ReadableSpan]:
-    """Returns the spans as the SDK has them. Each has the service `weft-router`, `weft-encoder` or `weft-worker`, and
-    the member's id as its instance; the first one is the request's, with the ids of `root`."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.resources import Resource
-    from opentelemetry.sdk.trace import Event, ReadableSpan
-    from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+class OtelSpans:
+    """Makes spans as the SDK has them. Each has the service `weft-router`, `weft-encoder` or `weft-worker`, and the
+    member's id as its instance.
 
-    def context(span_id: int) -> trace.SpanContext:
-        return trace.SpanContext(root.trace_id, span_id, False, trace.TraceFlags(trace.TraceFlags.SAMPLED))
+    It keeps the resource of each member, with its hash: the SDK groups spans by resource, and would write each one as
+    JSON to hash it, for every span."""
 
-    scope = InstrumentationScope("weft", facts.get("service.version"))
-    resources: dict[tuple[str, str], Resource] = {}
-    ids = {id(span): root.span_id if span.parent is None else new_span_id() for span in spans}
-    made = []
-    for span in spans:
-        key = span.kind, span.member_id
-        if key not in resources:
-            own = {"service.name": f"weft-{span.kind}", "service.instance.id": span.member_id}
-            resources[key] = Resource({**facts, **own})
-        if span.parent is not None:
-            parent: trace.SpanContext | None = context(ids[id(span.parent)])
-        else:
-            parent = None if root.parent_id is None else context(root.parent_id)
-        attributes: dict[str, Any] = span.attributes | ({"error.type": span.error} if span.error else {})
-        made.append(
+    def __init__(self, facts: Mapping[str, str]) -> None:
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._facts = dict(facts)
+        self._scope = InstrumentationScope("weft", facts.get("service.version"))
+        self._resource_type = _hashed_resource_type()
+        self._resources: dict[tuple[str, str], Resource] = {}
+
+    def of(self, spans: Sequence[RecordSpan], root: SpanContext) -> list[ReadableSpan]:
+        """Returns the spans of one request. The first one is the request's, with the ids of `root`."""
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+
+        def context(span_id: int) -> trace.SpanContext:
+            return trace.SpanContext(root.trace_id, span_id, False, sampled)
+
+        sampled, fine = trace.TraceFlags(trace.TraceFlags.SAMPLED), trace.Status()
+        contexts = {id(span): context(root.span_id if span.parent is None else new_span_id()) for span in spans}
+        client = None if root.parent_id is None else context(root.parent_id)
+        return [
             ReadableSpan(
                 span.name,
-                context(ids[id(span)]),
-                parent,
-                resources[key],
-                attributes,
+                contexts[id(span)],
+                client if span.parent is None else contexts[id(span.parent)],
+                self._resource(span.kind, span.member_id),
+                span.attributes | ({"error.type": span.error} if span.error else {}),
                 [Event(name, event_attributes, _ns(at_s)) for name, at_s, event_attributes in span.events],
                 kind=trace.SpanKind.SERVER if span.parent is None else trace.SpanKind.INTERNAL,
-                status=trace.Status(trace.StatusCode.ERROR, span.error) if span.error else trace.Status(),
+                status=trace.Status(trace.StatusCode.ERROR, span.error) if span.error else fine,
                 start_time=_ns(span.begin_s),
                 end_time=_ns(span.end_s),
-                instrumentation_scope=scope,
+                instrumentation_scope=self._scope,
             )
-        )
-    return made
+            for span in spans
+        ]
+
+    def _resource(self, kind: str, member_id: str) -> Resource:
+        found = self._resources.get((kind, member_id))
+        if found is None:
+            if len(self._resources) >= MAX_RESOURCES:
+                self._resources.clear()
+            own = {"service.name": f"weft-{kind}", "service.instance.id": member_id}
+            found = self._resources[kind, member_id] = self._resource_type({**self._facts, **own})
+        return found
+
+
+def _hashed_resource_type() -> type[Resource]:
+    """Returns the SDK's resource with a hash that is computed once."""
+    from opentelemetry.sdk.resources import Resource
+
+    class HashedResource(Resource):
+        """A `HashedResource` keeps its hash, since its attributes can't change."""
+
+        _kept: int | None = None
+
+        def __hash__(self) -> int:
+            if self._kept is None:
+                self._kept = super().__hash__()
+            return self._kept
+
+    return HashedResource
 
 
 def _ns(seconds: float) -> int:

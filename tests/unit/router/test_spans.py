@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from router.observe import SpanContext, SpanExport, TracingSettings, beside, chrome_trace, read_traceparent
 from router.observe.record_spans import RecordSpan, record_spans
 from router.observe.span_context import Sampler
-from router.observe.span_export import MAX_WAITING, otel_spans
+from router.observe.span_export import MAX_RESOURCES, MAX_WAITING, OtelSpans
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 HEADER = f"00-{TRACE}-{SPAN}-01"
@@ -289,9 +290,24 @@ class TestTheExport:
         assert not export.is_on
         export.close()
 
+    def test_spans_of_one_member_share_a_resource_whose_hash_is_that_of_the_sdk(self) -> None:
+        otel = OtelSpans({"service.namespace": "weft"})
+        first, second = (otel.of(record_spans(RECORD), SAMPLED) for _ in range(2))
+        resources = {id(span.resource): span.resource for span in (*first, *second)}
+        assert len(resources) == len({(span.kind, span.member_id) for span in record_spans(RECORD)})
+        for resource in resources.values():
+            plain = Resource(dict(resource.attributes))
+            assert (resource, hash(resource)) == (plain, hash(plain))
+
+    def test_the_resources_of_members_that_have_left_are_not_kept_for_ever(self) -> None:
+        otel = OtelSpans({})
+        for number in range(2 * MAX_RESOURCES):
+            otel.of([RecordSpan("request", "router", f"R{number}", 1.0, 2.0)], SAMPLED)
+        assert len(otel._resources) <= MAX_RESOURCES
+
     def test_the_error_of_a_request_is_the_status_of_its_span(self) -> None:
         failed = RecordSpan("request", "router", "R", 1.0, 2.0, error="engine_failed")
-        (made,) = otel_spans([failed], SAMPLED, {})
+        (made,) = OtelSpans({}).of([failed], SAMPLED)
         assert made.status.is_ok is False
         assert made.attributes["error.type"] == "engine_failed"
 
