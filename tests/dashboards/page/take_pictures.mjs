@@ -22,7 +22,14 @@ const ORIGIN = 'http://boards.invalid';
 const PAGE = `<!doctype html><html><head><meta charset="utf-8"><link rel="stylesheet" href="/board.css"></head>
 <body><div id="styles"></div><div id="board"></div><script>window.__grafana_public_path__ = '/public/'</script>
 <script src="/board.js"></script></body></html>`;
-const ENDING_TO_TYPE = { '.html': 'text/html', '.js': 'text/javascript', '.css': 'text/css', '.svg': 'image/svg+xml', '.woff2': 'font/woff2' };
+const ENDING_TO_TYPE = {
+  '.html': 'text/html',
+  '.js': 'text/javascript',
+  '.css': 'text/css',
+  '.svg': 'image/svg+xml',
+  '.woff2': 'font/woff2',
+};
+const MARGIN = 100;
 const DRAWING_MS = 20_000;
 
 // Puts scrollbars.js between Grafana's components and the package of the scrollbars.
@@ -76,28 +83,41 @@ async function serve(page, files, missing) {
   });
 }
 
+// Runs in the page: says whether every panel with data has its canvas or its table, two frames ago. Grafana measures
+// texts and sizes in the frames after the first.
+async function isDrawn() {
+  const panels = [...document.querySelectorAll('[data-panel][data-empty=false]')];
+  const isThere = panels.every((panel) => panel.querySelector('canvas, [role=table]'));
+  for (let frame = 0; isThere && frame < 2; frame++) {
+    await new Promise(requestAnimationFrame);
+  }
+  return isThere;
+}
+
 async function draw(context, files, { payload, picture, rows }) {
   const page = await context.newPage();
   const errors = [];
   page.on('pageerror', (error) => errors.push(error.stack ?? String(error)));
   page.on('console', (message) => message.type() === 'error' && errors.push(message.text()));
   await serve(page, files, errors);
+  const drawn = JSON.parse(await readFile(payload, 'utf8'));
+  await page.setViewportSize({ width: drawn.width + MARGIN, height: 1000 });
   await page.goto(`${ORIGIN}/index.html`);
-  await page.evaluate((each) => window.drawBoard(each), JSON.parse(await readFile(payload, 'utf8')));
+  await page.evaluate((each) => window.drawBoard(each), drawn);
   await page.waitForSelector('.board', { timeout: DRAWING_MS }).catch((error) => {
     throw new Error(`${picture} was not drawn: ${errors.join('\n') || error.message}`);
   });
-  // Grafana measures texts and draws its canvases in the frames after the first.
   await page.waitForLoadState('networkidle');
-  await page.waitForTimeout(500);
+  await page.waitForFunction(isDrawn, null, { timeout: DRAWING_MS });
   await page.locator('.board').screenshot({ path: picture, timeout: DRAWING_MS });
   for (const [title, file] of Object.entries(rows ?? {})) {
     await page.locator(`[data-row="${title}"]`).screenshot({ path: file, timeout: DRAWING_MS });
   }
   const panels = page.locator('[data-panel]');
-  const shown = await panels.evaluateAll((all) => all.map((each) => [each.dataset.panel, each.dataset.empty === 'true']));
+  const shown = await panels.evaluateAll((all) => all.map(({ dataset }) => [dataset.panel, dataset.empty === 'true']));
   await page.close();
-  return { picture, panels: shown.length, empty: shown.filter(([, isEmpty]) => isEmpty).map(([title]) => title), errors };
+  const empty = shown.filter(([, isEmpty]) => isEmpty).map(([title]) => title);
+  return { picture, panels: shown.length, empty, errors };
 }
 
 const plan = JSON.parse(await readFile(process.argv[2], 'utf8'));
@@ -105,8 +125,7 @@ const files = await bundle();
 files.set('/index.html', PAGE);
 const browser = await chromium.launch({ executablePath: plan.chromium });
 try {
-  const viewport = { width: 1700, height: 1000 };
-  const context = await browser.newContext({ viewport, deviceScaleFactor: plan.scale, timezoneId: 'UTC' });
+  const context = await browser.newContext({ deviceScaleFactor: plan.scale, timezoneId: 'UTC' });
   for (const board of plan.boards) {
     console.log(JSON.stringify(await draw(context, files, board)));
   }
