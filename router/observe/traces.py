@@ -49,6 +49,9 @@ RUNNING = "running"
 """This is the outcome of a request that has not ended."""
 MAX_WITH_PAIRS = 32
 """This many records keep the scores of pairs, of which each may take some hundred kilobytes."""
+ALWAYS_KEPT = frozenset({"planned", "first_token", "finished", "aborted"})
+"""Nothing can be said of a request's time without these events of the router, which are few. The encoders' events of a
+request with many media would leave no room for them."""
 EVENT_TO_STAGE = {
     "received": "reading",
     "read": "prompting",
@@ -100,8 +103,12 @@ class RequestTrace:
 
     def add(self, name: str, **detail: object) -> None:
         """Adds an event of the router itself, with the current time. An event that took time has its beginning in
-        `from_s`."""
-        self._extend([TraceEvent(self._clock.now(), self._member_id, name, dict(detail))])
+        `from_s`. The events of `ALWAYS_KEPT` are kept beyond `max_events` too."""
+        event = TraceEvent(self._clock.now(), self._member_id, name, dict(detail))
+        if name in ALWAYS_KEPT:
+            self._events.append(event)
+        else:
+            self._extend([event])
 
     def add_answer(self, attempt: int, host: str, sent_at_s: float, result: GenerateResult | EncodeResult) -> None:
         """Adds what a member on `host` has answered to a call that the router made at `sent_at_s`: its events, and its

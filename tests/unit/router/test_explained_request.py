@@ -330,6 +330,25 @@ def test_events_beyond_the_limit_are_counted_and_change_no_sum() -> None:
     assert sum(first["parts"].values()) == pytest.approx(first["at_s"]) == pytest.approx(1.0)
 
 
+def test_events_of_many_media_leave_room_for_the_first_token_and_the_end() -> None:
+    clock = ManualClock(100.0)
+    trace = RequestTrace(RequestId("req-1"), ROUTER, clock, 3)
+    trace.add("received")
+    trace.add_plan(route_plan(0, 100.0))
+    trace.add("planned", attempt=0, from_s=100.0)
+    trace.add_answer(0, "host-e", 100.0, encoded(tuple(event(ENCODER, 100.0, "decoded") for _ in range(5))))
+    clock.advance(1.0)
+    trace.add("first_token", attempt=0, choice=0)
+    trace.add("fetched")
+    clock.advance(2.0)
+    trace.add("finished", code="ok")
+    record = trace.to_json()
+    assert [each["name"] for each in record["events"]] == ["received", "planned", "decoded", "first_token", "finished"]
+    assert record["num_events_dropped"] == 5
+    assert record["whole"]["total_s"] == pytest.approx(3.0)
+    assert sum(record["whole"]["parts"].values()) == pytest.approx(3.0)
+
+
 def test_a_member_whose_events_lack_their_beginnings_breaks_nothing() -> None:
     clock = ManualClock(100.0)
     trace = RequestTrace(RequestId("req-1"), ROUTER, clock, 50)
