@@ -285,6 +285,22 @@ def test_a_figure_of_the_readme_is_the_one_of_its_file(value: str, command: str,
     assert set(processor.split()) <= set(result["machine"]["cpu"].replace("(R)", "").split())
 
 
+def test_the_table_of_sizes_is_the_one_of_its_file() -> None:
+    result = json.loads((ROOT / "loadtest" / "results" / "simulate-sizing.json").read_text())
+    shown = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "sizing.md").read_text().splitlines()
+        if re.match(r"\| (.*? \| ){2}[\d.]+ \| \d+ \| \d+ \| [\d.]+ s \|", line)
+    ]
+    taken = [
+        [mix, rate, encoders, least, f"{int(ttft_ms) / 1000:.2f} s", busy, one_less]
+        for _, mix, rate, encoders, least, _, ttft_ms, busy, one_less in result["rows"][1:]
+    ]
+    assert [row[1:] for row in shown] == taken
+    hardware = [row[0] for row in shown if row[0]]
+    assert hardware == list(dict.fromkeys(row[0] for row in result["rows"][1:]))
+
+
 # ---------------------------------------------------------------- faces
 
 FACES = [path for path in product() if path.endswith("/__init__.py")]
