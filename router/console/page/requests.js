@@ -32,8 +32,9 @@ export function startRequests(refused) {
   });
 }
 
+/** Says whether the list is to be read again. One that was never read is read in any case. */
 export function isLive() {
-  return byId("live").checked;
+  return byId("live").checked || !byId("request-list").hasChildNodes();
 }
 
 export async function refreshRequests() {
