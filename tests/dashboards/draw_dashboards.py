@@ -134,7 +134,7 @@ def drawing(shown: BoardTime, answers: Answers, note: str = "") -> dict[str, Any
 
 
 def found_answers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Returns what draws each dashboard, from where the command says."""
+    """Returns what draws each dashboard, from where the command says. Raises Unable if Prometheus does not answer."""
     names, until_s = options.boards or list(boards()), time.time()
     if options.answers:
         kept = json.loads(options.answers.read_text())
@@ -144,8 +144,11 @@ def found_answers(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         return {name: drawing(shown, made_up(name, shown), MADE_UP) for name in names}
     if options.prometheus:
         shown = board_time(until_s - options.minutes * 60, until_s, options.scrape_s)
-        with httpx.Client(base_url=options.prometheus, timeout=60) as client:
-            return asked_all(PrometheusProcess(client), names, shown)
+        try:
+            with httpx.Client(base_url=options.prometheus, timeout=60) as client:
+                return asked_all(PrometheusProcess(client), names, shown)
+        except httpx.TransportError as error:
+            raise Unable(f"Prometheus does not answer at {options.prometheus}: {error}") from error
     return recorded(names, options.minutes * 60)
 
 
@@ -220,7 +223,11 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=1600, help="sets the width of a dashboard in pixels")
     parser.add_argument("--scale", type=float, default=1.0, help="sets pixels of the picture per pixel of the page")
     parser.add_argument("--docs", action="store_true", help="writes the pictures of the documentation too")
-    return parser.parse_args()
+    options = parser.parse_args()
+    unknown = [name for name in options.boards if name not in boards()]
+    if unknown:
+        parser.error(f"there is no dashboard `{unknown[0]}`; there are {', '.join(boards())}")
+    return options
 
 
 def main() -> int:
