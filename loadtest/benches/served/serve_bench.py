@@ -74,7 +74,7 @@ ROWS = (
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="weft bench serve")
-    parser.add_argument("--seconds", type=float, default=40.0, help="sends requests for this long, in each row")
+    parser.add_argument("--seconds", type=float, default=200.0, help="sends requests for this long, in each row")
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="keeps this many requests open")
     parser.add_argument("--slower", type=float, default=10.0, help="multiplies the article's times")
     parser.add_argument("--url", help="measures the cluster at this URL instead")

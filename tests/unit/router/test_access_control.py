@@ -81,6 +81,7 @@ async def test_every_route_but_health_asks_for_a_key() -> None:
             "/console/a/b",
         ):
             assert code(await client.get(path)) == (401, "invalid_api_key"), path
+        assert code(await client.get("/console/")) == (404, "not_found"), "it names the path that is meant"
 
 
 async def test_without_keys_everything_is_open() -> None:
