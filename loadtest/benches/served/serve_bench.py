@@ -39,6 +39,8 @@ from loadtest.load import (
 from loadtest.simulator import SimRequest, WorkloadSpec
 
 WATCH_S = 1.0
+ROW_SECONDS, URL_SECONDS = 200.0, 40.0
+"""In a row of videos, each of the clients' first requests waits for those of all others, which takes some 20 s."""
 NUM_CLIENTS = 26
 """The simulator reaches the article's rate for text alone with this number of clients, each of which sends one request
 after the other (`loadtest/simulator/document_figures.py`)."""
@@ -74,7 +76,7 @@ ROWS = (
 
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="weft bench serve")
-    parser.add_argument("--seconds", type=float, default=200.0, help="sends requests for this long, in each row")
+    parser.add_argument("--seconds", type=float, help="sends requests for this long (40), or in each row (200)")
     parser.add_argument("--clients", type=int, default=NUM_CLIENTS, help="keeps this many requests open")
     parser.add_argument("--slower", type=float, default=10.0, help="multiplies the article's times")
     parser.add_argument("--url", help="measures the cluster at this URL instead")
@@ -82,7 +84,9 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         "--scenario", choices=sorted(SCENARIOS), default="mixed", help="is sent to the cluster at --url"
     )
     parser.add_argument("--content", default="auto", help="is auto, drawn or sized, for the cluster at --url")
-    return parser.parse_args(arguments)
+    chosen = parser.parse_args(arguments)
+    chosen.seconds = chosen.seconds or (URL_SECONDS if chosen.url else ROW_SECONDS)
+    return chosen
 
 
 def run(arguments: Sequence[str] = ()) -> BenchResult:
