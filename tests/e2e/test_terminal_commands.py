@@ -24,9 +24,13 @@ def awaits_input(screen: str) -> bool:
     return screen.rstrip().endswith("\n>")
 
 
+FIGURE_SEED = 913
+"""No other test shows this picture to the shared cluster, which would keep its features."""
+
+
 def drawn(folder: Path) -> tuple[Path, str, str]:
     """Returns a file with a picture, a question about it, and the answer."""
-    question = next(each for each in questions(0) if len(each.sample.turns) == 1 and each.task == "colour")
+    question = next(each for each in questions(FIGURE_SEED) if len(each.sample.turns) == 1 and each.task == "colour")
     [picture] = [each for each in question.sample.media() if isinstance(each, Picture)]
     file = folder / "picture.png"
     file.write_bytes(png(picture))
