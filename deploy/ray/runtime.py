@@ -276,8 +276,10 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
         try:
             yield
         finally:
-            ray.shutdown(wait_for_processes=True)
-            _keep_ray_logs(config, folder)
+            try:
+                ray.shutdown(wait_for_processes=True)
+            finally:  # A Ray that does not end in time is the one whose logs are wanted.
+                _keep_ray_logs(config, folder)
     finally:
         if temp_dir is None:
             shutil.rmtree(folder, ignore_errors=True)
