@@ -7,13 +7,14 @@ HTTP, of how reports arrive or of how the picture looks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple, TypeVar
 
 from fabric.contracts import EncoderReport, Member, MemberId, WorkerReport
 from router.planning import MemberLink, MemberStanding
 
 Shown = dict[str, object]
+R = TypeVar("R", EncoderReport, WorkerReport)
 MAX_LINKS = 1024
 """A picture leaves the links out if there are more of them."""
 
@@ -35,12 +36,12 @@ def picture_of(parts: PictureParts) -> Shown:
     members = sorted(parts.members, key=lambda each: each.member_id)
     return {
         "encoders": [
-            _head(each, parts) | encoder_numbers(parts.encoder_to_report.get(each.member_id))
+            _head(each, parts) | numbers_of(parts.encoder_to_report.get(each.member_id), ENCODER_NUMBERS)
             for each in members
             if each.kind == "encoder"
         ],
         "workers": [
-            _head(each, parts) | worker_numbers(parts.worker_to_report.get(each.member_id))
+            _head(each, parts) | numbers_of(parts.worker_to_report.get(each.member_id), WORKER_NUMBERS)
             for each in members
             if each.kind == "worker"
         ],
@@ -86,77 +87,40 @@ def _head(member: Member, parts: PictureParts) -> Shown:
     }
 
 
-def encoder_numbers(report: EncoderReport | None) -> Shown:
-    """Returns the numbers of an encoder. Memory is in bytes; `num_done` and what follows it count since its start."""
-    if report is None:
-        return dict.fromkeys(ENCODER_NUMBERS)
-    values = (
-        report.queued_s,
-        report.decode_queue_s,
-        report.num_items_queued,
-        report.num_in_flight,
-        report.busy_fraction,
-        report.arena.used_bytes,
-        report.arena.cached_bytes,
-        report.arena.total_bytes,
-        report.arena.num_leases,
-        report.items.num_encoded,
-        report.items.num_cache_hits,
-        report.items.num_received,
-    )
-    return dict(zip(ENCODER_NUMBERS, values, strict=True))
+def numbers_of(report: R | None, name_to_number: Mapping[str, Callable[[R], float]]) -> Shown:
+    """Returns the numbers of a report by their names, or null for each without a report."""
+    return {name: None if report is None else number(report) for name, number in name_to_number.items()}
 
 
-ENCODER_NUMBERS = (
-    "queue_s",
-    "decode_queue_s",
-    "num_waiting",
-    "num_active",
-    "busy",
-    "memory_used",
-    "memory_cached",
-    "memory_size",
-    "num_leases",
-    "num_done",
-    "num_hits",
-    "num_asked",
-)
-
-
-def worker_numbers(report: WorkerReport | None) -> Shown:
-    """Returns the numbers of a worker. Memory is in KV blocks; `num_done` and what follows it count since its start, in
-    tokens."""
-    if report is None:
-        return dict.fromkeys(WORKER_NUMBERS)
-    engine = report.engine
-    values = (
-        engine.queued_weighted_tokens * report.prefill_s_per_token,
-        engine.num_waiting,
-        engine.num_running,
-        engine.num_decoding,
-        engine.num_at_doorstep,
-        engine.kv_blocks_used,
-        engine.kv_blocks_total,
-        report.features.inbox_bytes_used,
-        engine.tokens_generated,
-        engine.prefix_hit_tokens,
-        engine.prefix_query_tokens,
-        engine.step_s,
-    )
-    return dict(zip(WORKER_NUMBERS, values, strict=True))
-
-
-WORKER_NUMBERS = (
-    "queue_s",
-    "num_waiting",
-    "num_active",
-    "num_decoding",
-    "num_held",
-    "memory_used",
-    "memory_size",
-    "inbox_bytes",
-    "num_done",
-    "num_hits",
-    "num_asked",
-    "step_s",
-)
+ENCODER_NUMBERS: Mapping[str, Callable[[EncoderReport], float]] = {
+    "queue_s": lambda report: report.queued_s,
+    "decode_queue_s": lambda report: report.decode_queue_s,
+    "num_waiting": lambda report: report.num_items_queued,
+    "num_active": lambda report: report.num_in_flight,
+    "busy": lambda report: report.busy_fraction,
+    "memory_used": lambda report: report.arena.used_bytes,
+    "memory_cached": lambda report: report.arena.cached_bytes,
+    "memory_size": lambda report: report.arena.total_bytes,
+    "num_leases": lambda report: report.arena.num_leases,
+    "num_done": lambda report: report.items.num_encoded,
+    "num_hits": lambda report: report.items.num_cache_hits,
+    "num_asked": lambda report: report.items.num_received,
+}
+"""Maps the numbers of an encoder to where its report has them. Memory is in bytes; `num_done` and what follows it count
+items since the start."""
+WORKER_NUMBERS: Mapping[str, Callable[[WorkerReport], float]] = {
+    "queue_s": lambda report: report.engine.queued_weighted_tokens * report.prefill_s_per_token,
+    "num_waiting": lambda report: report.engine.num_waiting,
+    "num_active": lambda report: report.engine.num_running,
+    "num_decoding": lambda report: report.engine.num_decoding,
+    "num_held": lambda report: report.engine.num_at_doorstep,
+    "memory_used": lambda report: report.engine.kv_blocks_used,
+    "memory_size": lambda report: report.engine.kv_blocks_total,
+    "inbox_bytes": lambda report: report.features.inbox_bytes_used,
+    "num_done": lambda report: report.engine.tokens_generated,
+    "num_hits": lambda report: report.engine.prefix_hit_tokens,
+    "num_asked": lambda report: report.engine.prefix_query_tokens,
+    "step_s": lambda report: report.engine.step_s,
+}
+"""Maps the numbers of a worker to where its report has them. Memory is in KV blocks; `num_done` and what follows it
+count tokens since the start, and `step_s` seconds."""
