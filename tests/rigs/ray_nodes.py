@@ -4,11 +4,9 @@ the processes below it. So a test can place members on nodes, take a node away a
 from __future__ import annotations
 
 import contextlib
-import gc
 import shutil
 import signal
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,8 +47,12 @@ class RayOfNodes:
 
     def add(self, resources: Mapping[str, float]) -> RayNode:
         """Starts a node with these custom resources, and waits until the Ray has it. The first node is the head."""
-        head = {} if self.cluster.head_node else {"include_dashboard": False, "temp_dir": str(self.folder / "ray")}
-        with sockets_left_open(), pytest.MonkeyPatch.context() as patch:
+        head: dict[str, Any] = {}
+        if not self.cluster.head_node:
+            # With the default port of the dashboard, Ray would try that port even without a dashboard. Where another
+            # Ray has it, the head logs the error, and pytest's record of the log keeps the open socket alive.
+            head = {"include_dashboard": False, "dashboard_port": None, "temp_dir": str(self.folder / "ray")}
+        with pytest.MonkeyPatch.context() as patch:
             # The head writes its address into this folder, whichever it gets for its other files.
             patch.setenv("RAY_TMPDIR", str(self.folder))
             handle = self.cluster.add_node(
@@ -66,16 +68,6 @@ class RayOfNodes:
         """Ends a node as a machine ends that loses its power: nothing on it gets a signal that it could handle."""
         end_at_once(node.raylet.children(recursive=True))
         self.cluster.remove_node(node.handle, allow_graceful=False)
-
-
-@contextlib.contextmanager
-def sockets_left_open() -> Iterator[None]:
-    """Lets Ray leave the sockets with which it looks for free ports to the garbage collector, and runs that before a
-    warning of them would be an error of whichever test comes next."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        yield
-        gc.collect()
 
 
 @contextlib.contextmanager
