@@ -55,12 +55,18 @@ class RayOfNodes:
         with pytest.MonkeyPatch.context() as patch:
             # The head writes its address into this folder, whichever it gets for its other files.
             patch.setenv("RAY_TMPDIR", str(self.folder))
-            handle = self.cluster.add_node(
-                num_cpus=1,
-                resources=dict(resources),
-                object_store_memory=OBJECT_STORE_BYTES,
-                **head,
-            )
+            before = set(psutil.Process().children())
+            try:
+                handle = self.cluster.add_node(
+                    num_cpus=1,
+                    resources=dict(resources),
+                    object_store_memory=OBJECT_STORE_BYTES,
+                    **head,
+                )
+            except BaseException:
+                # Ray keeps no handle of a node that did not start, but its processes would go on.
+                end_at_once(tree_of(child.pid for child in set(psutil.Process().children()) - before))
+                raise
         (raylet,) = handle.all_processes["raylet"]
         return RayNode(handle, psutil.Process(raylet.process.pid))
 
