@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+import ray
 from client_questions import pages
 from cluster_process import ClusterProcess, start_cluster
 from media_web import MediaWeb, media_web
@@ -38,6 +39,13 @@ SHARING = (
 )
 CLIENTS = ("test_openai_python.py", "test_openai_media.py", "test_openai_javascript.py")
 """These modules share a cluster in one process, because their subject is the HTTP API."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_ray_is_left() -> Iterator[None]:
+    """Checks that no module leaves this process connected to a Ray. Many of Ray's functions start one unasked."""
+    yield
+    assert not ray.is_initialized(), "this process is connected to a Ray"
 
 
 @pytest.fixture(scope="session")

@@ -68,9 +68,12 @@ def context(loads: dict[str, ReplicaLoad], target: int, sent_at_s: float) -> Sim
 
 
 def carried(rules: ScalingRules) -> tuple[AutoscalingConfig, Any]:
-    """Returns Serve's config and the policy as the controller has it: pickled, loaded, and made with its arguments."""
+    """Returns Serve's config and the policy as the controller has it: pickled, loaded, and made with its arguments. It
+    reaches no directory; by looking for one it would start a Ray in this process."""
     config = serve_autoscaling(rules, "encoder", "no-such-cluster")
-    return config, config.policy.get_policy()(**config.policy.policy_kwargs)
+    policy = config.policy.get_policy()(**config.policy.policy_kwargs)
+    policy._reached = lambda: None
+    return config, policy
 
 
 def test_serve_gets_the_bounds_and_none_of_its_own_delays() -> None:
