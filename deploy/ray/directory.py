@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import msgspec
 import ray
@@ -43,6 +44,8 @@ logger = logging.getLogger("weft.directory")
 NAMESPACE = "weft"
 """This namespace of Ray holds the named actors of every cluster."""
 LEASE_S = 5.0
+NODE_SHARE = 0.001
+"""A directory takes this share of the resource by which Ray names a node, so that a thousand fit."""
 CLAIM_S = 5.0
 RETRY_S = 0.5
 LOOK_S = 1.0
@@ -161,7 +164,7 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
     while True:
         try:
             return DirectoryActor.options(  # type: ignore[attr-defined]  # added by ray.remote
-                name=f"{cluster}-directory", namespace=NAMESPACE, scheduling_strategy=_here()
+                name=f"{cluster}-directory", namespace=NAMESPACE, **_here()
             ).remote(LEASE_S, PlaneKeys.make())
         except ValueError as error:  # The name is taken.
             if time.monotonic() > deadline_s:
@@ -189,10 +192,19 @@ def check_unclaimed(cluster: str) -> None:
         raise ConfigError(message)
 
 
-def _here() -> NodeAffinitySchedulingStrategy:
-    """Returns the strategy that puts the directory on this process's node. It ends with this process anyway, so no
-    other node's end can take it away."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+def _here() -> dict[str, Any]:
+    """Returns the options that put the directory on this process's node. It ends with this process anyway, so no other
+    node's end can take it away.
+
+    The strategy alone is not enough: Ray gives an actor that needs no resources to any node for placing, and a node
+    that has just started may not know this one yet and keeps the actor. An actor that needs a resource is placed by
+    the node of its owner, so the directory takes a little of the resource that Ray gives to this node alone."""
+    own = ray.get_runtime_context().get_node_id()
+    (node,) = (each for each in ray.nodes() if each["NodeID"] == own)
+    return {
+        "resources": {f"node:{node['NodeManagerAddress']}": NODE_SHARE},
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(own, soft=True),
+    }
 
 
 def directory_actor(cluster: str) -> ray.actor.ActorHandle:
