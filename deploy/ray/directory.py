@@ -160,11 +160,11 @@ def claim_name(cluster: str, patience_s: float = CLAIM_S) -> ray.actor.ActorHand
     as this process and the returned handle, so the name is free again when the process has ended for any reason. Raises
     ConfigError if a cluster with that name stays on this Ray for `patience_s`; it waits that long because Ray needs a
     moment to notice that a process has died."""
-    deadline_s = time.monotonic() + patience_s
+    deadline_s, here = time.monotonic() + patience_s, _here()
     while True:
         try:
             return DirectoryActor.options(  # type: ignore[attr-defined]  # added by ray.remote
-                name=f"{cluster}-directory", namespace=NAMESPACE, **_here()
+                name=f"{cluster}-directory", namespace=NAMESPACE, **here
             ).remote(LEASE_S, PlaneKeys.make())
         except ValueError as error:  # The name is taken.
             if time.monotonic() > deadline_s:
