@@ -123,13 +123,20 @@ GONE: Errors = (*KEY, ModelNotFound)
 
 def operations(served: ServedApi) -> list[Operation]:
     """Returns all operations, with examples for the served model."""
-    return [*_generation(served), *_prompts(served), *_models(), *_health(), *_cluster(), *_document()]
+    return [
+        *_generation(served),
+        *_response(served),
+        *_transcription(served),
+        *_prompts(served),
+        *_models(),
+        *_health(),
+        *_cluster(),
+        *_document(),
+    ]
 
 
 def _generation(served: ServedApi) -> list[Operation]:
     model, modalities = served.model_name, served.modalities
-    taken = f"Messages may have parts of these media: {', '.join(modalities)}." if modalities else "It takes text only."
-    hears = "" if "audio" in modalities else " The model of this server does not hear, so the answer is always 400."
     return [
         Operation(
             "post",
@@ -137,8 +144,8 @@ def _generation(served: ServedApi) -> list[Operation]:
             "createChatCompletion",
             "Generation",
             "Answer a conversation",
-            f"Continues a conversation, whole or streamed. {taken} Unknown fields are ignored, unless they would change"
-            " the answer.",
+            f"Continues a conversation, whole or streamed. {_taken(served)} Unknown fields are ignored, unless they"
+            " would change the answer.",
             "key",
             GENERATION,
             {JSON_TYPE: "ChatCompletion"},
@@ -164,22 +171,40 @@ def _generation(served: ServedApi) -> list[Operation]:
             headers=MADE_HEADERS,
             links=(RECORD,),
         ),
+    ]
+
+
+def _taken(served: ServedApi) -> str:
+    if not served.modalities:
+        return "It takes text only."
+    return f"Messages may have parts of these media: {', '.join(served.modalities)}."
+
+
+def _response(served: ServedApi) -> list[Operation]:
+    return [
         Operation(
             "post",
             "/v1/responses",
             "createResponse",
             "Generation",
             "Make a response",
-            f"Answers a conversation in the form of OpenAI's responses. No response is kept. {taken}",
+            f"Answers a conversation in the form of OpenAI's responses. No response is kept. {_taken(served)}",
             "key",
             GENERATION,
             {JSON_TYPE: "Response"},
             "ResponsesRequest",
-            response_examples(model, modalities),
+            response_examples(served.model_name, served.modalities),
             events="ResponseEvent",
             headers=MADE_HEADERS,
             links=(RECORD,),
         ),
+    ]
+
+
+def _transcription(served: ServedApi) -> list[Operation]:
+    is_heard = "audio" in served.modalities
+    hears = "" if is_heard else " The model of this server does not hear, so the answer is always 400."
+    return [
         Operation(
             "post",
             "/v1/audio/transcriptions",
@@ -189,9 +214,9 @@ def _generation(served: ServedApi) -> list[Operation]:
             f"Asks the model to write down what is said, whole or streamed.{hears}",
             "key",
             GENERATION,
-            {JSON_TYPE: "Transcript", TEXT_TYPE: ""} if "audio" in modalities else {},
+            {JSON_TYPE: "Transcript", TEXT_TYPE: ""} if is_heard else {},
             "TranscriptionForm",
-            events="TranscriptEvent" if "audio" in modalities else "",
+            events="TranscriptEvent" if is_heard else "",
             request_type=FORM_TYPE,
             headers=MADE_HEADERS,
             links=(RECORD,),
