@@ -1,13 +1,13 @@
 """Defines what the parts of Weft tell each other, so that no part needs to import another one.
 
 `identity` names requests, members, media and KV blocks. `calls` defines what the router sends to workers and encoders
-and what they answer. `member_reports` defines what workers and encoders report to routers, and `reported_metrics` the
-metrics of these numbers; `messages` defines everything else that travels one way between members, and the dtypes of
-features. `errors` holds the tree of all failures that reach a client or another process. `clock` provides clocks that
-callers pass as arguments. `learned_cost` holds the arithmetic by which workers measure and routers predict, and
-`encoder_queue` holds the order in which an encoder serves its calls, by which routers predict the wait there.
-`feature_log` numbers the changes of a member's cache of features, and `scaling_reports` says how large a pool should
-be.
+and what they answer, and `stage_calls` the same for the stages behind the thinker. `member_reports` defines what
+workers and encoders report to routers, and `reported_metrics` the metrics of these numbers; `messages` defines
+everything else that travels one way between members, and the dtypes of features. `errors` holds the tree of all
+failures that reach a client or another process. `clock` provides clocks that callers pass as arguments. `learned_cost`
+holds the arithmetic by which workers measure and routers predict, and `encoder_queue` holds the order in which an
+encoder serves its calls, by which routers predict the wait there. `feature_log` numbers the changes of a member's cache
+of features, and `scaling_reports` says how large a pool should be.
 
 Every other package uses these names. The folder knows nothing of how anything is transported or served, and it imports
 neither torch nor ray.
@@ -179,6 +179,17 @@ from fabric.contracts.messages import (
 )
 from fabric.contracts.reported_metrics import ProcessStats, metrics_of
 from fabric.contracts.scaling_reports import ScalingReport, WaitingWork
+from fabric.contracts.stage_calls import (
+    StageFrame,
+    StageFrames,
+    StageKey,
+    StagePrompt,
+    StageReport,
+    StageRequest,
+    StageResult,
+    StageTarget,
+    stage_key,
+)
 
 __all__ = [
     "ANCHOR_STRIDE",
@@ -280,6 +291,14 @@ __all__ = [
     "ScalingReport",
     "SequenceId",
     "SnapshotRequest",
+    "StageFrame",
+    "StageFrames",
+    "StageKey",
+    "StagePrompt",
+    "StageReport",
+    "StageRequest",
+    "StageResult",
+    "StageTarget",
     "StageTimes",
     "StopConditions",
     "SurpriseRun",
@@ -333,6 +352,7 @@ __all__ = [
     "queue_profile",
     "request_id",
     "split_hashes",
+    "stage_key",
     "uniform",
     "wait_s",
     "waits_s",

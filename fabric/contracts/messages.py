@@ -24,6 +24,7 @@ from fabric.contracts.calls import PlaneWire, TokenLogprobs, Wire
 from fabric.contracts.errors import ProtocolError
 from fabric.contracts.identity import BlockHash, KvScheme, MemberId, MmHash, RequestId, UnitKey
 from fabric.contracts.member_reports import EncoderReport, WorkerReport
+from fabric.contracts.stage_calls import StageFrames, StageReport
 
 # ---------------------------------------------------------------- membership
 
@@ -405,6 +406,8 @@ PlaneMessage = (
     | RouterNews
     | TraceQuestion
     | TraceReply
+    | StageFrames
+    | StageReport
 )
 
 
