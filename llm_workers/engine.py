@@ -29,6 +29,7 @@ from fabric.contracts import (
     ErrorInfo,
     GenerateRequest,
     InvalidRequest,
+    ProtocolError,
     RequestId,
     SamplingParams,
     SequenceId,
@@ -47,6 +48,7 @@ from llm_workers.scheduling import (
     FeatureReference,
     Guide,
     Scheduler,
+    StepEvents,
     StepPlan,
     StepResult,
 )
@@ -71,9 +73,17 @@ class Engine:
     calls `on_update` in its own thread."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, clock: Clock, on_update: Callable[[Update], None]
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        on_update: Callable[[Update], None],
+        outlet: StageOutlet | None = None,
     ) -> None:
+        """Creates an engine that is not started. `outlet` takes what the engine makes for requests with a next stage;
+        without it, such a request is refused."""
         self._scheduler, self._executor, self._clock, self._on_update = scheduler, executor, clock, on_update
+        self._outlet = outlet
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._address_to_pages: dict[str, Iterator[ChainPage]] = {}
         """Holds the snapshots whose pages have not all been delivered, by the router that asked for them."""
@@ -117,7 +127,8 @@ class Engine:
             failed = FailedAttempt(AttemptId(request.request_id, request.attempt), error)
             self._commands.put(lambda update: update.failed.append(failed))
         else:
-            self._commands.put(lambda update: self._add(arrival, update))
+            spoken = request if request.next_stage is not None else None  # Others are not kept for the command.
+            self._commands.put(lambda update: self._add(arrival, update, spoken))
 
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
         self._commands.put(lambda update: self._abort(attempt, choices, update))
@@ -206,10 +217,15 @@ class Engine:
 
     # ------------------------------------------------------------ commands
 
-    def _add(self, arrival: Arrival, update: Update) -> None:
+    def _add(self, arrival: Arrival, update: Update, spoken: GenerateRequest | None) -> None:
         attempt = arrival.attempt_id
         try:
-            update.admitted.append(Admitted(attempt, self._scheduler.add(arrival)))
+            if spoken is not None and self._outlet is None:
+                raise ProtocolError("this worker has no next stage to which it could send what it generates")
+            admission = self._scheduler.add(arrival)
+            if spoken is not None and self._outlet is not None:
+                self._outlet.begin(spoken, is_finished=bool(admission.finished))
+            update.admitted.append(Admitted(attempt, admission))
         except WeftError as error:  # Nothing has changed in the scheduler.
             update.failed.append(FailedAttempt(attempt, error))
         except Exception as error:
@@ -224,6 +240,8 @@ class Engine:
         times = self._scheduler.times_of(attempt)
         for sequence_id in self._scheduler.abort(attempt, choices):
             update.aborted.append(AbortedSequence(sequence_id, times[sequence_id]))
+        if self._outlet is not None:
+            self._outlet.abort(attempt)
 
     def _evict(self, unit: UnitKey, update: Update) -> None:
         released = self._scheduler.evict_feature(unit)
@@ -259,9 +277,13 @@ class Engine:
             for attempt, error in failed.items():
                 self._scheduler.abort(attempt)
                 update.failed.append(FailedAttempt(attempt, error))
+                if self._outlet is not None:
+                    self._outlet.abort(attempt, error)
             self._distrust(plan, result, update)
         else:
             update.events = self._scheduler.commit(plan, result)
+            if self._outlet is not None:
+                self._outlet.committed(plan, update.events)
             update.step_work, update.step_s = self._scheduler.work(plan), self._clock.now() - planned_at_s
             self.times.num_steps += 1
             self.times.num_tokens += plan.num_tokens
@@ -349,6 +371,21 @@ class Engine:
         self._num_failed_steps = self._num_failed_steps + 1 if is_all_failed else 0
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise WorkerLost(f"{MAX_FAILED_STEPS} consecutive steps failed")
+
+
+class StageOutlet(Protocol):
+    """A `StageOutlet` hands what the engine makes to the next stage (`llm_workers.stages.ThinkerOutlet`). The engine's
+    thread makes every call, and no call blocks."""
+
+    def begin(self, request: GenerateRequest, is_finished: bool = False) -> None:
+        """Takes an admitted request that has a next stage; with `is_finished`, it has ended already."""
+        ...
+
+    def committed(self, plan: StepPlan, events: StepEvents) -> None: ...
+
+    def abort(self, attempt: AttemptId, error: WeftError | None = None) -> None:
+        """Ends an attempt early; one that is not open is ignored."""
+        ...
 
 
 class Executor(Protocol):

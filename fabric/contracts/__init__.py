@@ -28,6 +28,7 @@ from fabric.contracts.calls import (
     PromptOutputs,
     PromptToken,
     SamplingParams,
+    StageTarget,
     StageTimes,
     StopConditions,
     TokenLogprobs,
@@ -187,7 +188,6 @@ from fabric.contracts.stage_calls import (
     StageReport,
     StageRequest,
     StageResult,
-    StageTarget,
     stage_key,
 )
 

@@ -309,6 +309,17 @@ class EncodeResult(Wire, frozen=True):
     trace: tuple[TraceEvent, ...] = ()
 
 
+class StageTarget(Wire, frozen=True):
+    """A `StageTarget` is the replica that takes the output of a stage, as the stage before it sees it."""
+
+    stage_id: int
+    member_id: MemberId
+    inbox: str
+    """Names the replica's inbox in the connector (`StageConnector.put`)."""
+    connector: str
+    """Names the connector that leads there: `shared_memory` or `nixl`."""
+
+
 class GenerateRequest(Wire, frozen=True):
     """The router sends this to a worker. The call stays open until the terminal event; the router aborts it by
     cancelling."""
@@ -337,6 +348,8 @@ class GenerateRequest(Wire, frozen=True):
     side_names: tuple[str, ...] = ()
     """Names the side tensors that blocks must carry for every position (rows of a hidden layer, for speech)."""
     prompt_outputs: PromptOutputs = PromptOutputs()
+    next_stage: StageTarget | None = None
+    """Names the replica that makes speech of the answer, if the client wants to hear it."""
 
 
 class ChoiceResult(Wire, frozen=True):

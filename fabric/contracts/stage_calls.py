@@ -14,7 +14,7 @@ from typing import Annotated, NewType
 
 import msgspec
 
-from fabric.contracts.calls import MediaItem, PlaceholderRange, PlaneWire, TraceEvent, Wire
+from fabric.contracts.calls import MediaItem, PlaceholderRange, PlaneWire, StageTarget, TraceEvent, Wire
 from fabric.contracts.errors import ErrorInfo
 from fabric.contracts.identity import MemberId, RequestId
 from fabric.contracts.reported_metrics import ProcessStats, counter, gauge
@@ -26,17 +26,6 @@ mints the ids of requests."""
 
 def stage_key(request_id: RequestId, attempt: int) -> StageKey:
     return StageKey(f"{request_id}.{attempt}")
-
-
-class StageTarget(Wire, frozen=True):
-    """A `StageTarget` is the replica that takes the output of a stage, as the stage before it sees it."""
-
-    stage_id: int
-    member_id: MemberId
-    inbox: str
-    """Names the replica's inbox in the connector (`StageConnector.put`)."""
-    connector: str
-    """Names the connector that leads there: `shared_memory` or `nixl`."""
 
 
 class StagePrompt(Wire, frozen=True):
