@@ -1,9 +1,11 @@
-"""Moves features and messages between members, and keeps which members there are.
+"""Moves features, messages and the data of stages between members, and keeps which members there are.
 
 `feature_channel` defines how a worker pulls features out of an encoder's memory; `local_channel` implements it inside
 one process and `nixl_channel` between processes, both with the sink of `pulling`. `arena` decides where slots lie in
 the memory of both sides. `message_plane` defines how members send each other small messages and implements it inside
 one process; `zmq_plane` implements it between processes. `ports` chooses the port of everything that listens.
+`stage_connector` defines how the stages of a pipeline hand data to each other and implements it inside one process;
+`shm_stage_connector` implements it between the processes of a host and `nixl_stage_connector` between hosts.
 `membership` keeps leases, the directory of all members, and the routers to which a member listens.
 
 Routers, workers and encoders use the contracts, and `deploy` chooses the implementations. The folder knows nothing of
@@ -24,7 +26,10 @@ from fabric.transport.local_channel import LocalChannelHub, LocalFeatureSink, Lo
 from fabric.transport.membership import Directory, LeaseTable, Membership, RouterTable, View, ViewChange
 from fabric.transport.message_plane import Handler, LocalHub, LocalPlane, Plane
 from fabric.transport.nixl_channel import NixlFeatureSink, NixlFeatureSource, check_installed
+from fabric.transport.nixl_stage_connector import NixlStageConnector
 from fabric.transport.ports import PortRange, bind_free, join_host_port, listen
+from fabric.transport.shm_stage_connector import SharedMemoryStageConnector, stage_directory
+from fabric.transport.stage_connector import InboxEntry, LocalStageConnector, LocalStageHub, StageConnector
 from fabric.transport.zmq_plane import PlaneKeys, ZmqPlane
 
 __all__ = [
@@ -36,6 +41,7 @@ __all__ = [
     "FeatureSink",
     "FeatureSource",
     "Handler",
+    "InboxEntry",
     "LandedFeature",
     "LeaseTable",
     "LocalChannelHub",
@@ -43,16 +49,21 @@ __all__ = [
     "LocalFeatureSource",
     "LocalHub",
     "LocalPlane",
+    "LocalStageConnector",
+    "LocalStageHub",
     "Membership",
     "NixlFeatureSink",
     "NixlFeatureSource",
+    "NixlStageConnector",
     "Plane",
     "PlaneKeys",
     "PortRange",
     "RouterTable",
+    "SharedMemoryStageConnector",
     "Slot",
     "SourceMemory",
     "SourceSlot",
+    "StageConnector",
     "View",
     "ViewChange",
     "ZmqPlane",
@@ -60,4 +71,5 @@ __all__ = [
     "check_installed",
     "join_host_port",
     "listen",
+    "stage_directory",
 ]

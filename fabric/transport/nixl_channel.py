@@ -143,14 +143,22 @@ class NixlFeatureSource(SourceMemory):
     def _serve(self) -> None:
         try:
             while not self._stop.is_set():
-                self._agent.progress()
-                is_busy = self._clock.now() - self._last_ticket_s < _FRESH_TICKET_S
-                self._wake.wait(_BUSY_PAUSE_S if is_busy else _IDLE_PAUSE_S)
+                self._turn()
+                self._wake.wait(_BUSY_PAUSE_S if self._is_busy() else _IDLE_PAUSE_S)
                 self._wake.clear()
+            self._turn()
         except self._agent.errors:
             _LOG.exception("the progress thread of %s failed, so its features can't be read any more", self.name)
         finally:
             self._agent.close()
+
+    def _turn(self) -> None:
+        """Does what the thread does in each round of its loop; a subclass that uses notifications of NIXL does more."""
+        self._agent.progress()
+
+    def _is_busy(self) -> bool:
+        """Returns whether the next round is due soon, because a reader may need this side's help."""
+        return self._clock.now() - self._last_ticket_s < _FRESH_TICKET_S
 
 
 _ABANDONED: list[tuple[_Agent, SlotMemory]] = []
