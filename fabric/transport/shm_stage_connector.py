@@ -112,8 +112,8 @@ class SharedMemoryStageConnector:
             raise TransferFailed(INBOX_GONE.format(place="host", inbox=to_stage))
 
     def _ring(self, target: Path) -> bool:
-        """Sends a byte to the bell of an inbox. Returns False if its owner is gone. An owner whose queue of bytes is full
-        looks into its inbox anyway."""
+        """Sends a byte to the bell of an inbox. Returns False if its owner is gone. An owner whose queue of bytes is
+        full looks into its inbox anyway."""
         try:
             self._ringer.sendto(b"!", str(target / _BELL))
         except BlockingIOError:
