@@ -13,7 +13,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from fabric.contracts import EncoderReport, Member, MemberId, RouterHeartbeat, SnapshotRequest, WorkerReport
+from fabric.contracts import (
+    EncoderReport,
+    Member,
+    MemberId,
+    RouterHeartbeat,
+    SnapshotRequest,
+    StageReport,
+    WorkerReport,
+)
 from router.run import RouterContext
 
 MAX_HEARTBEATS_PER_S = 500.0
@@ -99,9 +107,12 @@ class MemberFeeds:
 
     # ------------------------------------------------------------ what arrives
 
-    def took_report(self, report: WorkerReport | EncoderReport) -> None:
+    def took_report(self, report: WorkerReport | EncoderReport | StageReport) -> None:
         """Records a report, so that the next heartbeat confirms it."""
-        member_id = report.worker_id if isinstance(report, WorkerReport) else report.encoder_id
+        if isinstance(report, StageReport):
+            member_id = report.member_id
+        else:
+            member_id = report.worker_id if isinstance(report, WorkerReport) else report.encoder_id
         mark, newest = (report.epoch, report.seq), self._marks.get(member_id)
         if newest is None or mark > newest:
             self._marks[member_id] = mark

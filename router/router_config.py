@@ -99,6 +99,23 @@ ANONYMOUS = Tenant()
 
 
 @dataclass(frozen=True, slots=True)
+class SpeechSettings:
+    """Says how a cluster speaks whose config has stages behind the thinker."""
+
+    voices: tuple[str, ...]
+    """Lists the model's voices in lower case."""
+    sample_rate: int
+    num_stages: int = 2
+    """Counts the stages behind the thinker."""
+    media_rows: str = ""
+    """Names the side tensor (`GenerateRequest.side_names`) whose rows the next stage needs of a prompt's media."""
+
+    @property
+    def default_voice(self) -> str:
+        return self.voices[0]
+
+
+@dataclass(frozen=True, slots=True)
 class RouterConfig:
     """A `RouterConfig` is frozen; each router process has one."""
 
@@ -221,6 +238,8 @@ class RouterConfig:
     shows its own."""
     has_console: bool = True
     """Says whether the router serves the console, a page for people."""
+    speech: SpeechSettings | None = None
+    """Is None for a cluster that gives no speech."""
     tracing: TracingSettings = field(default_factory=TracingSettings)
     max_traces: int = 256
     max_trace_events: int = 512

@@ -19,30 +19,18 @@ from typing import TypeVar
 from fabric.contracts import (
     Aborted,
     Clock,
-    EncoderReport,
-    FeatureEvents,
-    FeatureNeeded,
-    KvEvents,
-    KvSnapshot,
     Member,
     MemberId,
-    MetricsQuestion,
-    MetricsReply,
-    PlaneMessage,
     RequestId,
-    RouterNews,
     ScalingReport,
-    TokenFrames,
-    TraceQuestion,
-    TraceReply,
     WeftError,
-    WorkerReport,
 )
 from fabric.process_meter import ProcessMeter
 from fabric.transport import Plane
 from kv_index import is_known_scheme
 from modalities.text import IncrementalDetokenizer, token_bytes
-from router.api import ChatRequest, GenerationFields, check_scores, num_prompt_scores
+from router.api import check_scores, num_prompt_scores
+from router.arrivals import Arrivals, RouterTalk
 from router.cost_file import CostFile
 from router.fetch import SHARED_TENANT
 from router.fetch_log import FetchLog
@@ -65,11 +53,21 @@ from router.observe import (
     scrape_targets,
 )
 from router.peer_feed import PeerFeed
-from router.planning import ClusterState, SavedCosts, member_links, member_standings
-from router.prompt import Draft, Prompt, PromptBuilder, PromptRequest, check_not_empty, media_seconds
-from router.router_config import Policy, RouterConfig
+from router.planning import ClusterState, SavedCosts, StageState, member_links, member_standings
+from router.prompt import (
+    Draft,
+    Prompt,
+    PromptBuilder,
+    PromptRequest,
+    check_not_empty,
+    media_seconds,
+    salted,
+    wanted_policy,
+)
+from router.router_config import RouterConfig
 from router.run import (
     Admission,
+    AudioTrack,
     Caller,
     CapacityGate,
     ChoiceOutput,
@@ -86,7 +84,6 @@ from router.run import (
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-R = TypeVar("R", bound=GenerationFields)
 STOP_TIMEOUT_S = 5.0
 MAX_JOINS_PER_TURN = 50
 """Limits the members that one turn of the event loop adds to the router's view."""
@@ -137,6 +134,7 @@ class RouterService:
             metrics=metrics,
             num_levels=shape.num_levels,
             ledger=TenantLedger(config, metrics),
+            stages=StageState(config.planner.stage_costs, 0 if config.speech is None else config.speech.num_stages),
         )
         self._feeds = MemberFeeds(self._context)
         self._peer_feed = PeerFeed(member_id, plane, self._context.cluster, clock)
@@ -152,6 +150,8 @@ class RouterService:
         metrics.watch_waiting(lambda: self._gate.num_waiting)
         metrics.watch_prompts(lambda: self.admission.prompt_tokens)
         self._cluster_metrics = ClusterMetrics(member_id, plane, metrics, config.shows_members)
+        talk = RouterTalk(self._peer_feed.handle, self._cluster_metrics.handle, self.search.handle)
+        self.arrivals = Arrivals(self._context, self._runs, self._feeds, self.reports, self._gate, talk)
 
     def reconfigure(self, config: RouterConfig) -> None:
         """Takes the limits and policies of `config`, which differs in nothing else, for requests that come from now on.
@@ -171,7 +171,7 @@ class RouterService:
     async def start(self) -> None:
         """Starts to receive messages and to renew the router's leases at members."""
         await self._prompt_builder.start()
-        self._context.plane.start(self._handle)
+        self._context.plane.start(self.arrivals.take)
         self._heartbeats = self._context.tasks.spawn(self._feeds.run(), "router heartbeats")
         self._context.tasks.spawn(self._cost_file.keep(self._learned), "router learned costs")
 
@@ -255,7 +255,9 @@ class RouterService:
             self._is_taking_members = True
             asyncio.get_running_loop().call_soon(self._take_more_members)
         members = [each for each in self._members if each not in later]
-        change = self._context.cluster.update_members(self._leaving.staying(members))
+        staying = self._leaving.staying(members)
+        change = self._context.cluster.update_members(staying)
+        self._context.stages.update_members(staying)
         self._use_schemes(change.joined)
         for member in self._context.set_members(members):
             self.reports.remove(member.member_id)
@@ -263,8 +265,9 @@ class RouterService:
             self._feeds.left(member.member_id)
             for run in list(self._runs.values()):
                 run.member_left(member.member_id)
-        self._feeds.joined(change.joined)
+        self._feeds.joined([*change.joined, *(each for each in new if each.kind == "stage" and each not in later)])
         self._gate.changed()
+        self._context.stage_news.changed()
 
     def _take_more_members(self) -> None:
         self._is_taking_members = False
@@ -289,15 +292,18 @@ class RouterService:
         encoders = self._leaving.staying(self._context.of_kind("encoder"))
         served = {modality for each in encoders for modality in each.modalities}
         missing = sorted(set(self._prompt_builder.max_items) - served)
+        missing_stages = self._context.stages.missing_stages
         num_workers = len(self._leaving.staying(self._context.of_kind("worker")))
         is_draining = self.admission.is_closed
-        is_ready = num_workers > 0 and not missing and not is_draining
+        is_ready = num_workers > 0 and not missing and not missing_stages and not is_draining
         state: dict[str, object] = {
             "status": "draining" if is_draining else "ready" if is_ready else "waiting",
             "num_workers": num_workers,
             "num_encoders": len(encoders),
             "modalities_without_encoder": missing,
         }
+        if self.config.speech is not None:
+            state |= {"stages_without_replica": missing_stages}
         return is_ready, state
 
     def members(self) -> list[dict[str, object]]:
@@ -482,6 +488,10 @@ class RouterService:
             for _ in range(prompt.num_choices)
         ]
         stream = RequestStream(request_id, choices, lambda: run.cancel(), prompt.token_ids, news)
+        if prompt.speech is not None and self.config.speech is not None:
+            stream.audio = AudioTrack(self.config.speech.sample_rate)
+            if prompt.given_answer:
+                choices[0].push(0, prompt.given_answer, "stop")
         stream.record = trace.to_json if self._may_see_all(terms.caller) else trace.public_json
         stream.num_prompt_scores = num_prompt_scores(draft.request, len(prompt.token_ids))
         num_top = draft.request.num_top_logprobs
@@ -540,61 +550,3 @@ class RouterService:
         metrics = self._context.metrics
         metrics.requests.labels(known.code).inc()
         metrics.observe_admission(terms.tenant.name, terms.service_class, known.code)
-
-    # ------------------------------------------------------------ messages
-
-    def _handle(self, message: PlaneMessage) -> None:
-        if isinstance(message, (WorkerReport, EncoderReport, KvEvents, KvSnapshot, FeatureEvents)):
-            self._learn(message)  # In a large cluster, nearly all messages are of these types.
-            return
-        match message:
-            case TokenFrames(worker_id=worker_id, frames=frames):
-                for frame in frames:
-                    run = self._runs.get(frame.request_id)
-                    if run is None:
-                        self._context.metrics.frames_dropped.labels("unknown_request").inc()
-                    else:
-                        run.on_frame(worker_id, frame)
-            case FeatureNeeded(request_id=request_id):
-                if (run := self._runs.get(request_id)) is not None:
-                    run.on_feature_needed(message)
-            case RouterNews():
-                self._peer_feed.handle(message)
-            case MetricsQuestion() | MetricsReply():
-                self._cluster_metrics.handle(message)
-            case TraceQuestion() | TraceReply():
-                self.search.handle(message)
-            case _:
-                pass
-
-    def _learn(self, message: WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents) -> None:
-        """Applies a message to the view of the cluster. Ignores messages of members that have left."""
-        context = self._context
-        member_id = message.encoder_id if isinstance(message, (EncoderReport, FeatureEvents)) else message.worker_id
-        if member_id not in context.members:
-            return
-        if isinstance(message, (WorkerReport, EncoderReport)):
-            self.reports.put(message)
-            self._feeds.took_report(message)
-            if isinstance(message, WorkerReport) and message.is_lost:
-                context.exclude(member_id)  # Keeps plans off the worker until it leaves the directory, which is soon.
-        elif isinstance(message, KvSnapshot) and not message.is_last:
-            self._feeds.took_page(member_id)
-        elif isinstance(message, KvSnapshot) or (isinstance(message, FeatureEvents) and message.is_snapshot):
-            self._feeds.took_snapshot(member_id)
-        for lagging in context.cluster.apply(message, context.clock.now()):
-            self._feeds.want_snapshot(lagging)
-        if isinstance(message, WorkerReport):
-            self._gate.blocks_freed()
-
-
-def wanted_policy(request: PromptRequest) -> Policy | None:
-    """Returns what a request wants to happen if a medium can't be encoded, or None if it does not say."""
-    return request.on_encode_failure if isinstance(request, ChatRequest) else None
-
-
-def salted(request: R, salt: str) -> R:
-    """Returns the request with its tenant's salt before its own, so that no tenant shares the caches of another. The
-    length of the tenant's salt comes first, so that no salt that a client chooses reaches the caches of another."""
-    own = request.cache_salt or ""
-    return request.model_copy(update={"cache_salt": f"{len(salt)}:{salt}/{own}"}) if salt or own else request

@@ -44,12 +44,24 @@ class MemberPlace(Wire, frozen=True):
     """Holds the labels of the member's node, sorted by name."""
 
 
+class MemberStage(Wire, frozen=True):
+    """A `MemberStage` says which stage of a pipeline a member runs, and how the stage before it reaches it."""
+
+    stage_id: int
+    model_stage: str
+    """Names what the stage computes, for example `talker`."""
+    connector_to_inbox: tuple[tuple[str, str], ...] = ()
+    """Holds the member's inbox in each connector that it listens on."""
+    max_num_seqs: int = 1
+    """Counts the requests that the stage computes in one batch."""
+
+
 class Member(Wire, frozen=True):
     """A `Member` is one process of the cluster, as the directory knows it."""
 
     member_id: MemberId
     kind: str
-    """Takes one of the values `router`, `encoder` and `worker`."""
+    """Takes one of the values `router`, `encoder`, `worker` and `stage` (a stage behind the thinker)."""
     address: str
     """Names the member's plane endpoint."""
     host: str
@@ -79,6 +91,8 @@ class Member(Wire, frozen=True):
     config_flaw: str = ""
     """Says why the member refused the last change of its config, of which nothing is in force; it is empty if the
     member refused none."""
+    stage: MemberStage | None = None
+    """Is set for members of the kind `stage`."""
 
 
 # ---------------------------------------------------------------- message plane

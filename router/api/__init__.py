@@ -2,8 +2,9 @@
 
 Requests: `request_body` parses JSON, `generation_fields` defines what every endpoint that generates takes, and
 `chat_request` (with `chat_message`, `file_part` and `tool_fields`), `completion_request`, `responses_request`,
-`embedding_request`, `transcription_request` and `token_requests` define the rest. Answers: `answer_parts` holds what
-answers consist of, and `chat_response`, `completion_response` and `responses_answer` write them and their chunks.
+`embedding_request`, `transcription_request`, `speech_request` and `token_requests` define the rest. Answers:
+`answer_parts` holds what answers consist of, `chat_response`, `completion_response` and `responses_answer` write them
+and their chunks, and `audio_formats` writes the sound of a spoken one.
 Errors: `http_errors` gives each error its status and its envelope, and `field_errors` puts what is wrong with a field
 into words. `fixed_limits` lists the limits that no key of the config sets.
 
@@ -27,6 +28,7 @@ from router.api.answer_parts import (
     sse_event,
     usage_sum,
 )
+from router.api.audio_formats import FORMAT_TO_MEDIA_TYPE, PCM, WAV, encoded_audio, wav_header
 from router.api.chat_message import (
     FILE,
     IMAGE_EMBEDS,
@@ -72,6 +74,7 @@ from router.api.http_errors import ERROR_TO_STATUS, envelope, http_error, status
 from router.api.request_body import quoted
 from router.api.responses_answer import ResponseWriter
 from router.api.responses_request import ResponsesChat, ResponsesRequest, parse_responses
+from router.api.speech_request import Speech, SpeechRequest, parse_speech
 from router.api.token_requests import (
     DetokenizeRequest,
     TokenizeRequest,
@@ -88,9 +91,12 @@ __all__ = [
     "ERROR_TO_STATUS",
     "FILE",
     "FIXED_LIMITS",
+    "FORMAT_TO_MEDIA_TYPE",
     "IMAGE_EMBEDS",
     "PART_TYPE_TO_MODALITY",
+    "PCM",
     "TRANSCRIPT_FORMATS",
+    "WAV",
     "ChatMessage",
     "ChatRequest",
     "ChoiceText",
@@ -113,6 +119,8 @@ __all__ = [
     "ResponsesChat",
     "ResponsesRequest",
     "ScoredToken",
+    "Speech",
+    "SpeechRequest",
     "TextOffset",
     "TextPart",
     "TokenBytes",
@@ -133,6 +141,7 @@ __all__ = [
     "describe_flaw",
     "embedding_place",
     "embeddings_answer",
+    "encoded_audio",
     "envelope",
     "error_event",
     "http_error",
@@ -145,6 +154,7 @@ __all__ = [
     "parse_detokenize",
     "parse_embedding",
     "parse_responses",
+    "parse_speech",
     "parse_tokenize",
     "parse_transcription",
     "parts_of",
@@ -159,4 +169,5 @@ __all__ = [
     "tokens_answer",
     "usage_sum",
     "video_options",
+    "wav_header",
 ]

@@ -59,6 +59,21 @@ class MediaKwargs(BaseModel):
     """Says whether the model gets the sound tracks of videos; by default it does if it can process sound."""
 
 
+AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
+MAX_FIRST_CHUNK_FRAMES = 1024
+
+
+class AudioOutput(BaseModel):
+    """Says how a spoken answer sounds (`audio`)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+    voice: str | None = Field(None, min_length=1, max_length=64)
+    """Names one of the model's voices; without it, the model's first one speaks."""
+    format: AudioFormat | None = None
+    """Is the form of the sound: by default `pcm16` in a stream, which can have no other, and `wav` otherwise."""
+
+
 class ChatRequest(TokenDetailFields):
     """A `ChatRequest` holds the parameters of a chat completion that Weft honours."""
 
@@ -89,6 +104,22 @@ class ChatRequest(TokenDetailFields):
     prompt ends where the content of that message ends. It excludes `add_generation_prompt`."""
     echo: bool | None = None
     """Puts the content of the last message before the answer, if that message is an assistant's (vLLM's extension)."""
+
+    modalities: Annotated[list[Literal["text", "audio"]] | None, FailFast()] = Field(None, min_length=1)
+    """Says what the answer is made of; `["text", "audio"]` asks for a spoken answer, with its text."""
+    audio: AudioOutput | None = None
+    initial_codec_chunk_frames: int | None = Field(None, ge=1, le=MAX_FIRST_CHUNK_FRAMES)
+    """Sets how many codec frames (80 ms each in Qwen3-Omni) of a spoken answer are decoded first (vLLM-Omni's
+    extension); by default the load decides."""
+
+    @property
+    def wants_audio(self) -> bool:
+        return "audio" in (self.modalities or ())
+
+    @property
+    def answer_text(self) -> str | None:
+        """Returns the answer if the client gives it and wants to hear it, otherwise None."""
+        return None
 
     @property
     def token_limit(self) -> int | None:
@@ -167,6 +198,9 @@ def check_chat(chat: ChatRequest) -> None:
     check_tools(chat.tools or (), chat.tool_choice)
     if chat.continue_final_message:
         _check_continued(chat)
+    if chat.audio is not None and not chat.wants_audio:
+        message = "`audio` needs `modalities` to contain `audio`"
+        raise InvalidRequest(message, param="audio")
 
 
 def _check_continued(chat: ChatRequest) -> None:

@@ -38,13 +38,16 @@ class ChoiceText(NamedTuple):
     """Holds further fields that the client asked for: `token_ids`, `logprobs`."""
     reasoning: str = ""
     calls: Sequence[CompletedCall] = ()
+    audio: Mapping[str, object] | None = None
+    """Holds the sound of a spoken choice, with its text as `transcript`."""
 
     @property
     def message(self) -> dict[str, object]:
-        """Returns the message. Its content is None if it consists of calls alone."""
-        content = None if self.calls and not self.text else self.text
+        """Returns the message. Its content is None if it consists of calls alone, or is spoken."""
+        content = None if (self.calls and not self.text) or self.audio is not None else self.text
         fields: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
         fields |= {"reasoning_content": self.reasoning} if self.reasoning else {}
+        fields |= {} if self.audio is None else {"audio": self.audio}
         return fields | ({"tool_calls": [call.to_json() for call in self.calls]} if self.calls else {})
 
 
@@ -148,9 +151,13 @@ class ChunkWriter:
         return sse_event(self._head | whole)
 
 
-def model_object(name: str, created: int, max_model_len: int, modalities: Sequence[str]) -> dict[str, object]:
-    """Returns the model as a list of models has it. `modalities` names the media that it takes here, beside text."""
-    return {
+def model_object(
+    name: str, created: int, max_model_len: int, modalities: Sequence[str], voices: Sequence[str] = ()
+) -> dict[str, object]:
+    """Returns the model as a list of models has it. `modalities` names the media that it takes here, beside text, and
+    `voices` those in which it speaks."""
+    spoken: dict[str, object] = {"output_modalities": ["text", "audio"], "voices": list(voices)} if voices else {}
+    return spoken | {
         "id": name,
         "object": "model",
         "created": created,

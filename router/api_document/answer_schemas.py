@@ -108,9 +108,13 @@ def _shared() -> dict[str, Schema]:
 
 
 def _chat() -> dict[str, Schema]:
+    sound = closed(
+        {"id": TEXT, "data": TEXT, "expires_at": COUNT, "transcript": TEXT},
+        about="The sound of a spoken answer as base64, and its text.",
+    )
     message = closed(
         {"role": const("assistant"), "content": {"type": ["string", "null"]}, "refusal": {"type": "null"}},
-        {"reasoning_content": TEXT, "tool_calls": array(ref("FunctionCall"))},
+        {"reasoning_content": TEXT, "tool_calls": array(ref("FunctionCall")), "audio": sound},
     )
     choice = closed(
         {"index": COUNT, "message": message, "logprobs": nullable(ref("ChoiceLogprobs")), "finish_reason": FINISH},
@@ -267,10 +271,10 @@ def _cluster() -> dict[str, Schema]:
     target = closed({"targets": array(TEXT), "labels": {"type": "object", "additionalProperties": TEXT}})
     summary = {"type": "object", "required": ["request_id", "outcome", "router_id"], "properties": {"request_id": TEXT}}
     return {
-        "Model": closed(model),
+        "Model": closed(model, {"output_modalities": array(TEXT), "voices": array(TEXT)}),
         "ModelList": closed({"object": const("list"), "data": array(ref("Model"))}),
         "Liveness": closed({"status": one_of_values("ok", "dead")}, {"message": TEXT}),
-        "Readiness": closed(ready),
+        "Readiness": closed(ready, {"stages_without_replica": array(COUNT)}),
         "Members": closed({"version": TEXT, "members": array(closed(member)), "routers": array(closed(member))}),
         "ClusterPicture": _picture(member),
         "PrometheusTargets": array(target),

@@ -28,13 +28,15 @@ from router.api_document.request_schemas import Schema, any_of, ref
 
 def chunk_schemas() -> dict[str, Schema]:
     """Returns the schemas of events and of what they consist of, by name."""
-    return _chat() | _completions() | _responses() | _transcripts()
+    return _chat() | _completions() | _responses() | _transcripts() | _speech()
 
 
 def _chat() -> dict[str, Schema]:
     function = closed({"arguments": TEXT}, {"name": TEXT})
     call = closed({"index": COUNT, "function": function}, {"id": TEXT, "type": const("function")})
-    pieces = {"content": TEXT, "reasoning_content": TEXT, "tool_calls": array(call)}
+    sound = closed({"id": TEXT}, {"transcript": TEXT, "data": TEXT, "expires_at": COUNT})
+    pieces = {"content": nullable(TEXT), "reasoning_content": TEXT, "tool_calls": array(call), "audio": sound}
+    pieces |= {"refusal": const(None)}
     choice = closed(
         {
             "index": COUNT,
@@ -67,6 +69,15 @@ def _transcripts() -> dict[str, Schema]:
         "TranscriptDelta": closed(delta, TRANSCRIPT_SCORES),
         "TranscriptDone": closed({"type": const("transcript.text.done")} | TRANSCRIPT, TRANSCRIPT_SCORES),
         "TranscriptEvent": any_of(["TranscriptDelta", "TranscriptDone", "ErrorAnswer"]),
+    }
+
+
+def _speech() -> dict[str, Schema]:
+    usage = closed({"input_tokens": COUNT, "output_tokens": COUNT, "total_tokens": COUNT})
+    return {
+        "SpeechDelta": closed({"type": const("speech.audio.delta"), "audio": TEXT}),
+        "SpeechDone": closed({"type": const("speech.audio.done"), "usage": usage}),
+        "SpeechEvent": any_of(["SpeechDelta", "SpeechDone", "ErrorAnswer"]),
     }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from fabric.contracts import InvalidRequest, ModelNotFound
+from router.api import FORMAT_TO_MEDIA_TYPE
 from router.api_document.examples import (
     Example,
     SampleFeatures,
@@ -45,6 +46,8 @@ class ServedApi(NamedTuple):
     version: str
     features: SampleFeatures | None = None
     """Describes features of a picture that the server takes; it is None if it takes none."""
+    voices: tuple[str, ...] = ()
+    """Names the voices in which the server speaks."""
 
 
 class AnswerLink(NamedTuple):
@@ -127,6 +130,7 @@ def operations(served: ServedApi) -> list[Operation]:
         *_generation(served),
         *_response(served),
         *_transcription(served),
+        *_speech(served),
         *_prompts(served),
         *_models(),
         *_health(),
@@ -218,6 +222,31 @@ def _transcription(served: ServedApi) -> list[Operation]:
             "TranscriptionForm",
             events="TranscriptEvent" if is_heard else "",
             request_type=FORM_TYPE,
+            headers=MADE_HEADERS,
+            links=(RECORD,),
+        ),
+    ]
+
+
+def _speech(served: ServedApi) -> list[Operation]:
+    voices = ", ".join(served.voices)
+    speaks = (
+        f" Voices: {voices}." if voices else " The model of this server does not speak, so the answer is always 400."
+    )
+    media_types = dict.fromkeys((*FORMAT_TO_MEDIA_TYPE.values(),), "")
+    return [
+        Operation(
+            "post",
+            "/v1/audio/speech",
+            "createSpeech",
+            "Generation",
+            "Read a text aloud",
+            f"Speaks a text, as a file, or as a stream of samples or of events.{speaks}",
+            "key",
+            GENERATION,
+            media_types if voices else {},
+            "SpeechRequest",
+            events="SpeechEvent" if voices else "",
             headers=MADE_HEADERS,
             links=(RECORD,),
         ),

@@ -25,6 +25,7 @@ from router.api import (
     DetokenizeRequest,
     EmbeddingRequest,
     ResponsesRequest,
+    SpeechRequest,
     TokenizeRequest,
 )
 
@@ -33,6 +34,7 @@ MODELS: tuple[type[BaseModel], ...] = (
     ChatRequest,
     CompletionRequest,
     ResponsesRequest,
+    SpeechRequest,
     EmbeddingRequest,
     TokenizeRequest,
     DetokenizeRequest,
@@ -82,6 +84,8 @@ FIELD_TO_DESCRIPTION = {
     "mm_processor_kwargs": "Says how the media of the request are sampled.",
     "weft": "Options that only Weft has.",
     "role": "Says who wrote the message.",
+    "audio": "Says how a spoken answer sounds.",
+    "speed": "Is 1: the model speaks at one speed.",
 }
 """Describes the fields that have OpenAI's meaning, or vLLM's, and no docstring of their own."""
 UUID: Schema = {

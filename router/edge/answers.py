@@ -58,7 +58,9 @@ class AnswerWriter(Protocol):
 
     def closing(self) -> bytes: ...
 
-    def failure(self, error: WeftError) -> bytes: ...
+    def failure(self, error: WeftError) -> bytes | None:
+        """Returns what tells a client of a failure in mid-stream, or None if the stream can't: it is then cut."""
+        ...
 
     def take(self, deltas: Sequence[Delta]) -> None: ...
 
@@ -220,25 +222,26 @@ class ChatAnswer:
                 gathered.finish_reason = self._reader.finish_reason(delta.choice, delta.finish_reason)
 
     def whole(self) -> bytes:
-        choices = [
-            ChoiceText(
-                at,
-                self._echoed + "".join(each.texts),
-                each.finish_reason,
-                self._details(at),
-                "".join(each.reasoning) if self._shows_reasoning else "",
-                each.completed_calls,
-            )
-            for at, each in enumerate(self._gathered)
-        ]
         return completion(
             self._head,
-            choices,
+            [self._choice_text(at) for at in range(len(self._gathered))],
             self._reader.usage(),
             self._prompt_token_ids,
             self._source.degraded,
             self._explanation,
             prompt_logprobs_list(self._source.prompt_logprobs(0), self._tools.bytes_of),
+        )
+
+    def _choice_text(self, at: int) -> ChoiceText:
+        """Returns a choice of the whole answer."""
+        each = self._gathered[at]
+        return ChoiceText(
+            at,
+            self._echoed + "".join(each.texts),
+            each.finish_reason,
+            self._details(at),
+            "".join(each.reasoning) if self._shows_reasoning else "",
+            each.completed_calls,
         )
 
     def _events(self, delta: Delta) -> Iterator[bytes]:

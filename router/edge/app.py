@@ -54,7 +54,7 @@ from router.edge.connection import (
 from router.edge.console_routes import ConsoleEdge
 from router.edge.cross_site import BodyType, check_content_type, shared_with_sites
 from router.edge.document_routes import DocumentEdge
-from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
+from router.edge.endpoints import CHAT, COMPLETIONS, RESPONSES, SPEECH, TRANSCRIPTIONS, Asked, BodyTerms, Endpoint
 from router.edge.event_stream import EventStream
 from router.edge.plain_answers import answer_json, echo
 from router.edge.route_table import RouteTable
@@ -84,6 +84,7 @@ def create_api(service: RouterService) -> FastAPI:
         ("POST", "/v1/completions", edge.completions),
         ("POST", "/v1/responses", edge.responses),
         ("POST", "/v1/audio/transcriptions", edge.transcriptions),
+        ("POST", "/v1/audio/speech", edge.speech),
         ("POST", "/v1/embeddings", edge.embeddings),
         ("POST", "/tokenize", edge.tokenize),
         ("POST", "/detokenize", edge.detokenize),
@@ -183,6 +184,9 @@ class HttpEdge:
     async def transcriptions(self, request: Request) -> Response:
         return await self._generate(request, TRANSCRIPTIONS)
 
+    async def speech(self, request: Request) -> Response:
+        return await self._generate(request, SPEECH)
+
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
         async def answer(opened: Opened) -> Response:
             return await self._answer(request, endpoint, opened)
@@ -246,6 +250,8 @@ class HttpEdge:
             if asked.is_streamed:
                 await watch.race(stream.started())
                 is_handed_on = True
+                if asked.stream_type:
+                    headers = headers | {"content-type": asked.stream_type}
                 return EventStream(stream, writer, headers, watch, tickets, service.config.write_timeout_s)
             content = await watch.race(self._written(stream, writer))
             note_answer(request.scope, stream)
@@ -277,7 +283,8 @@ class HttpEdge:
                 writer.take(deltas)
             return writer.whole()
 
-        return write() if stream.num_scores <= SCORES_IN_LOOP else await self._service.write(write)
+        is_small = stream.num_scores <= SCORES_IN_LOOP and not stream.sample_rate
+        return write() if is_small else await self._service.write(write)
 
     def _whole(self, content: bytes, media_type: str, opened: Opened) -> WholeAnswer:
         """Returns the response of a whole answer, which takes over the tickets. Raises Overloaded if too many answers
@@ -432,7 +439,9 @@ class HttpEdge:
     def _model(self) -> dict[str, object]:
         service = self._service
         max_model_len = service.family.shape.max_model_len
-        return model_object(service.config.model_name, self._created, max_model_len, service.modalities)
+        name, speech = service.config.model_name, service.config.speech
+        voices = () if speech is None else speech.voices
+        return model_object(name, self._created, max_model_len, service.modalities, voices)
 
 
 def windows(num_items: int, most: int) -> Iterator[tuple[int, int]]:

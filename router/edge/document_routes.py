@@ -38,6 +38,7 @@ class DocumentEdge:
                 asks_for_keys=self._service.keys.asks_for_keys,
                 version=metadata.version("weft"),
                 features=self._features(),
+                voices=() if config.speech is None else config.speech.voices,
             )
         )
 

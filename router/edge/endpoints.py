@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from router.api import Head, parse_chat, parse_completion, parse_responses, parse_transcription
+from router.api import (
+    FORMAT_TO_MEDIA_TYPE,
+    Head,
+    parse_chat,
+    parse_completion,
+    parse_responses,
+    parse_speech,
+    parse_transcription,
+)
 from router.edge.answers import AnswerTools, AnswerWriter, ChatAnswer, CompletionAnswer
 from router.edge.cross_site import BodyType
 from router.edge.responses_adapter import ResponsesAnswer
+from router.edge.spoken_answer import ReadAloudAnswer, SpokenAnswer
 from router.edge.transcript_answer import TranscriptAnswer
 from router.prompt import PromptRequest
 from router.router_config import RouterConfig
@@ -32,6 +41,8 @@ class Asked(NamedTuple):
     """Is the type of a whole answer."""
     place: Callable[[str], str] = str
     """Returns a text with the places of the requests replaced by those in the body."""
+    stream_type: str = ""
+    """Is the type of a streamed answer that does not consist of server-sent events."""
 
 
 class BodyTerms(NamedTuple):
@@ -53,7 +64,8 @@ class Endpoint(NamedTuple):
 
 def read_chat(body: bytes, terms: BodyTerms) -> Asked:
     chat = parse_chat(body)
-    return Asked([chat], bool(chat.stream), lambda source, head, tools: ChatAnswer(source, chat, head, tools))
+    kind = SpokenAnswer if chat.wants_audio else ChatAnswer
+    return Asked([chat], bool(chat.stream), lambda source, head, tools: kind(source, chat, head, tools))
 
 
 def read_completion(body: bytes, terms: BodyTerms) -> Asked:
@@ -86,7 +98,21 @@ def read_transcription(body: bytes, terms: BodyTerms) -> Asked:
     )
 
 
+def read_speech(body: bytes, terms: BodyTerms) -> Asked:
+    asked = parse_speech(body)
+    media_type = FORMAT_TO_MEDIA_TYPE[asked.form]
+    return Asked(
+        [asked.chat],
+        asked.is_streamed,
+        lambda source, head, tools: ReadAloudAnswer(source, asked),
+        media_type,
+        asked.place,
+        "" if asked.has_events else media_type,
+    )
+
+
 CHAT = Endpoint("chatcmpl-", read_chat)
 COMPLETIONS = Endpoint("cmpl-", read_completion)
 RESPONSES = Endpoint("resp_", read_responses)
+SPEECH = Endpoint("speech-", read_speech)
 TRANSCRIPTIONS = Endpoint("transcript-", read_transcription, "form")

@@ -1,5 +1,5 @@
-"""Sends a streamed answer as server-sent events. The module knows nothing of the meaning of the events, which an
-`AnswerWriter` writes.
+"""Sends a streamed answer: server-sent events, or the samples of a sound. The module knows nothing of the meaning of
+what it sends, which an `AnswerWriter` writes.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class EventStream(Response):
             async for deltas in self._stream:
                 await paced.write(writer.events(deltas))
         except WeftError as error:
-            await paced.write(writer.failure(error), is_last=True)
+            told = writer.failure(error)
+            if told is not None:  # Otherwise the answer stays without its end, and the server cuts the connection.
+                await paced.write(told, is_last=True)
             return error
         await paced.write(writer.closing(), is_last=True)
         return None

@@ -28,6 +28,7 @@ from fabric.contracts import (
     MemberId,
     PlaneMessage,
     RequestId,
+    StageResult,
     TraceEvent,
     TraceQuestion,
     TraceReply,
@@ -119,6 +120,23 @@ class RequestTrace:
         member_id = result.worker_id if isinstance(result, GenerateResult) else result.encoder_id
         kept = self._extend(result.trace)
         self._answers.append(MemberAnswer(attempt, member_id, host, sent_at_s, self._clock.now(), result, kept))
+
+    def add_stage(self, attempt: int, model_stage: str, result: StageResult) -> None:
+        """Adds what a stage behind the thinker has answered: its chunks, its times and its own events."""
+        self._extend(result.trace)
+        self.add(
+            "stage_ended",
+            attempt=attempt,
+            member=result.member_id,
+            stage=model_stage,
+            num_chunks_in=result.num_chunks_in,
+            num_chunks_out=result.num_chunks_out,
+            num_outputs=result.num_outputs,
+            first_chunk_s=result.first_chunk_s,
+            first_output_s=result.first_output_s,
+            waited_s=result.waited_s,
+            computed_s=result.computed_s,
+        )
 
     def _extend(self, events: Sequence[TraceEvent]) -> tuple[TraceEvent, ...]:
         """Adds events and returns those that were kept. Events beyond `max_events` are counted, but not kept."""

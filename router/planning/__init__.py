@@ -13,7 +13,7 @@ the work of one member costs, `cost_columns` the same for all members as arrays,
 another run; `link_classes` says how far apart two members run, and `cost_learning` corrects the costs by results and
 reports. `member_standing` says for people how a router sees each member. `kv_room` says whether a worker has room for a
 request, and `capacity_queue` orders the requests that no member can serve now. `predicted_work` says what such a
-request will be to the members.
+request will be to the members. `stage_plan` chooses the stages that speak the answer.
 
 A request's run plans its attempts with `ClusterState.plan` and `ClusterState.plan_encoding` and waits in a
 `CapacityQueue`; the router service passes the members' messages to `ClusterState`, whose accuracy the metrics export.
@@ -32,6 +32,7 @@ from router.planning.member_standing import MemberLink, MemberStanding, member_l
 from router.planning.peer_news import NEWS_INTERVAL_S
 from router.planning.plan_types import CandidateTerms, Line, PairScores, RoutePlan, RouteQuery
 from router.planning.saved_costs import SavedCosts, decode_costs, encode_costs
+from router.planning.stage_plan import StageHop, StageLinkCosts, StagePlan, StageState
 
 __all__ = [
     "BATCH_HEADROOM",
@@ -59,6 +60,10 @@ __all__ = [
     "RoutePlan",
     "RouteQuery",
     "SavedCosts",
+    "StageHop",
+    "StageLinkCosts",
+    "StagePlan",
+    "StageState",
     "Standing",
     "Supply",
     "TenantShares",

@@ -40,7 +40,7 @@ from kv_index import ApplyResult, FeatureIndex, IndexStats, PrefixIndex
 from modalities.family import ModelShape
 from router.planning.cost_learning import Learning, StageError
 from router.planning.kv_room import KvRoom, RoomColumns, RoomNeed
-from router.planning.link_classes import LinkOverride, LinkPlace
+from router.planning.link_classes import LinkOverride, LinkPlace, LinkRules
 from router.planning.member_columns import ClusterColumns, EncoderColumns, Floats, LinkPatterns, WorkerColumns
 from router.planning.member_costs import CostDefaults
 from router.planning.member_shares import EncoderShare, WorkerShare, awaited_tokens
@@ -60,6 +60,7 @@ from router.planning.predicted_work import predicted_work
 from router.planning.promised_prompts import marks_of
 from router.planning.route_plan import plan_encoding, plan_route, score_pairs
 from router.planning.saved_costs import SavedCosts
+from router.planning.stage_plan import StageLinkCosts
 
 ClusterMessage = WorkerReport | EncoderReport | KvEvents | KvSnapshot | FeatureEvents
 
@@ -91,6 +92,10 @@ class PlannerSettings:
     links: tuple[LinkOverride, ...] = ()
     """These rules replace the classes of links that follow from where members run; the first that fits a pair wins."""
     cost_defaults: CostDefaults = CostDefaults()  # noqa: RUF009 (a NamedTuple is immutable)
+
+    @property
+    def stage_costs(self) -> StageLinkCosts:
+        return StageLinkCosts(LinkRules(self.links), self.cost_defaults)
 
 
 class MemberChange(NamedTuple):

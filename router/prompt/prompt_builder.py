@@ -73,6 +73,7 @@ from router.prompt.request_media import (
     Prober,
 )
 from router.prompt.request_threads import RequestThreads, Work
+from router.prompt.speech_options import SpeechOptions, speech_of
 from router.prompt.url_media import UNACCOUNTED, FetchAccount, UrlMedia
 from router.router_config import RouterConfig
 
@@ -102,6 +103,10 @@ class Prompt:
     ignored_fields: tuple[str, ...] = ()
     prompt_outputs: PromptOutputs = field(default_factory=PromptOutputs)
     """Says what the request wants of its prompt besides generated tokens."""
+    speech: SpeechOptions | None = None
+    """Says how the answer is spoken; None means that it is text alone."""
+    given_answer: tuple[int, ...] = ()
+    """Holds the tokens of the answer, and the one that ends it, if the client gives them and wants to hear them."""
     _scheme_to_hashes: dict[KvScheme, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     def block_hashes(self, scheme: KvScheme) -> bytes:
@@ -169,6 +174,7 @@ class Draft:
     sampling: SamplingParams
     """This is drawn once, so that a prompt that is made again draws the same tokens."""
     answer: AnswerPlan = PLAIN
+    speech: SpeechOptions | None = None
 
 
 PARSE_IN_THREAD_BYTES = 64 * 1024
@@ -282,6 +288,7 @@ class PromptBuilder:
     async def _read_chat(self, chat: ChatRequest, account: FetchAccount) -> Draft:
         self.codec.check_template()
         check_messages(chat, self._config)
+        speech = speech_of(chat, self._config)
         _check_parts(chat, self._config.max_content_parts)
         salt, is_media = chat.cache_salt or "", self._is_media
         read = (parts_of(message, index, is_media) for index, message in enumerate(chat.messages))
@@ -301,13 +308,15 @@ class PromptBuilder:
         answer, grammar = PLAIN, ""
         if chat.is_structured or chat.tools or self._formats.reasoning is not None:
             answer, grammar = await self._compiled(self._answer, chat)
+        sampling = sampling_of(chat, self.family.shape.vocab_size, grammar)
         return Draft(
             request=without_contents(chat),
             contents=tuple(content if isinstance(content, str) else without_fields(content) for content in contents),
             media=tuple(probed),
             video_options=video_options(self._config.video_options, kwargs),
-            sampling=sampling_of(chat, self.family.shape.vocab_size, grammar),
+            sampling=sampling,
             answer=answer,
+            speech=speech,
         )
 
     def _answer(self, chat: ChatRequest) -> tuple[AnswerPlan, str]:
@@ -399,6 +408,8 @@ class PromptBuilder:
             num_choices=request.num_choices,
             cache_salt=request.cache_salt or "",
             priority=request.priority or 0,
+            speech=draft.speech,
+            given_answer=self._given_answer(request, num_tokens),
             ignored_fields=tuple(request.ignored_fields),
         )
         for scheme in self._kv_schemes:
@@ -428,6 +439,17 @@ class PromptBuilder:
             room = num_other + num_video * max(0, most - num_text - num_other) // taken
         check_context(len(expanded.token_ids), request, longest)
         return items, expanded
+
+    def _given_answer(self, request: PromptRequest, num_prompt_tokens: int) -> tuple[int, ...]:
+        """Returns the tokens of an answer that is given. Raises ContextLengthExceeded."""
+        text = request.answer_text if isinstance(request, ChatRequest) else None
+        if text is None:
+            return ()
+        token_ids, longest = self.codec.encode_inside(text), self.family.shape.max_model_len
+        if num_prompt_tokens + len(token_ids) + 1 > longest:
+            message = f"this model's context is {longest} tokens, but the text to read has {len(token_ids)}"
+            raise ContextLengthExceeded(message, param=request.prompt_place)
+        return (*token_ids, self.codec.eos_token_ids[0])
 
     def _answer_tokens(self, request: PromptRequest) -> int:
         """Returns the number of tokens of the context that videos must leave to the answer."""

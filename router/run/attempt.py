@@ -19,6 +19,8 @@ from fabric.contracts import (
     GenerateResult,
     MediaItem,
     MemberId,
+    StageFrame,
+    StagePrompt,
     Unavailable,
     WeftError,
     WorkerLeaving,
@@ -28,9 +30,11 @@ from router.observe import RequestTrace, modality_class, worker_stages
 from router.planning import RoutePlan, RouteQuery
 from router.prompt import Prompt
 from router.run.admission import check_deadline
+from router.run.audio_track import AudioTrack
 from router.run.context import RouterContext
 from router.run.encode_dispatcher import ELSEWHERE, Dispatch, EncodeDispatcher
 from router.run.failures import Setbacks
+from router.run.speech_calls import SpeechCalls, SpokenAttempt
 
 MAX_SHOWN_PAIRS = 256
 """A record that keeps the scores of pairs keeps so many at most, which takes some 25 ms of the router."""
@@ -64,6 +68,9 @@ class Attempt:
         self._setbacks = setbacks
         self._trace = trace
         self._kept_out = kept_out
+        self.track: AudioTrack | None = None
+        """Takes the sound of the answer; None if the client wants text alone."""
+        self._speech: SpeechCalls | None = None
         self._generate: asyncio.Task[GenerateResult] | None = None
         self._dispatcher: EncodeDispatcher | None = None
         self._ended: asyncio.Queue[asyncio.Task[GenerateResult] | asyncio.Task[EncodeResult] | WeftError] = (
@@ -90,6 +97,7 @@ class Attempt:
         query = self._query()
         plan = context.cluster.plan(query, now)
         check_deadline(plan.predicted_ttft_s, first_token_by_s, now)
+        self._speech = self._plan_speech(plan, query.excluded, now)
         pairs = context.cluster.score_pairs(query, now, MAX_SHOWN_PAIRS) if self._trace.keeps_pairs else None
         self.plan, self.dispatched_at_s = plan, now
         context.cluster.note_dispatched(query, plan, now)
@@ -107,7 +115,25 @@ class Attempt:
             context, self._prompt, dispatch, self._setbacks, self._trace, self._ended.put_nowait
         )
         self._dispatcher.start()
+        if self._speech is not None:
+            self._speech.start()
         return plan
+
+    def _plan_speech(self, plan: RoutePlan, excluded: frozenset[MemberId], now: float) -> SpeechCalls | None:
+        """Chooses the stages that speak the answer, if the client wants to hear it. Raises NoCapacity."""
+        prompt, worker = self._prompt, self._context.members.get(plan.worker_id)
+        if self.track is None or prompt.speech is None or worker is None:
+            return None
+        stage_plan = self._context.stages.plan(worker, excluded, now)
+        spoken = SpokenAttempt(
+            self.attempt_id,
+            self._age,
+            StagePrompt(prompt.token_ids, prompt.placeholders, prompt.media),
+            prompt.speech.to_stage(prompt.sampling.seed),
+        )
+        self._trace.add("speech_planned", attempt=self.attempt_id.attempt, cost_s=stage_plan.cost_s)
+        failed = self._ended.put_nowait
+        return SpeechCalls(self._context, spoken, stage_plan, self.track, self._setbacks, self._trace, failed)
 
     def _query(self) -> RouteQuery:
         prompt = self._prompt
@@ -141,7 +167,16 @@ class Attempt:
             dispatched_items=tuple(assignment.item_index for assignment in plan.assignments),
             emitted=tuple(emitted) if any(emitted) else (),
             prompt_outputs=prompt.prompt_outputs,
+            side_names=self._side_names,
+            next_stage=None if self._speech is None else self._speech.first_stage,
         )
+
+    @property
+    def _side_names(self) -> tuple[str, ...]:
+        """Returns the side tensor whose rows of the prompt's media the talker needs; none if there are no media."""
+        settings = self._context.config.speech
+        is_needed = self._speech is not None and settings is not None and self._prompt.media
+        return (settings.media_rows,) if is_needed and settings is not None and settings.media_rows else ()
 
     # ------------------------------------------------------------ awaiting the result
 
@@ -212,6 +247,22 @@ class Attempt:
         """Tells whether the attempt ended because no encoder was left for one of its items."""
         return self._dispatcher is not None and self._dispatcher.lacks_encoder
 
+    async def spoken(self) -> None:
+        """Waits until the speech of the answer is complete, if there is any. Raises the error with which it failed, or
+        DeadlineExceeded."""
+        if self._speech is None:
+            return
+        limit_s = self._context.config.dispatch_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._speech.complete()
+        except TimeoutError:
+            raise DeadlineExceeded(f"the speech of the answer has not ended within {limit_s:g} s") from None
+
+    def take_frame(self, member_id: MemberId, frame: StageFrame) -> bool:
+        """Takes samples of the speech. Returns whether new ones became readable."""
+        return self._speech is not None and self._speech.take_frame(member_id, frame)
+
     def settle(self, timeout_s: float) -> None:
         """Limits the wait for the terminal event to `timeout_s` from now, because all text has arrived."""
         if self._deadline is not None and not self._is_settling:
@@ -234,6 +285,8 @@ class Attempt:
             return
         if self.plan.worker_id == member_id and self._generate is not None:
             self._generate.cancel()
+        if self._speech is not None:
+            self._speech.member_left(member_id)
         self._dispatcher.encoder_left(member_id)
 
     def worker_leaves(self, member_id: MemberId) -> None:
@@ -261,6 +314,8 @@ class Attempt:
             self._context.send(self.plan.worker_id, AbortAttempt(*self.attempt_id))
         if self._dispatcher is not None:
             self._dispatcher.close()
+        if self._speech is not None:
+            self._speech.close()
         if self._generate is not None:
             self._generate.cancel()
         self._context.cluster.note_ended(self.attempt_id, self._context.clock.now())

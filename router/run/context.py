@@ -24,11 +24,13 @@ from fabric.contracts import (
     Member,
     MemberId,
     PlaneMessage,
+    StageRequest,
+    StageResult,
     WaitingWork,
 )
 from fabric.transport import Plane
 from router.observe import RouterMetrics
-from router.planning import CapacityQueue, ClusterState, KvRoom, Supply, TenantShares, Waiter
+from router.planning import CapacityQueue, ClusterState, KvRoom, StageState, Supply, TenantShares, Waiter
 from router.prompt import MediumFile
 from router.router_config import RouterConfig
 from router.run.admission import TenantLedger
@@ -88,9 +90,11 @@ class RouterContext:
     clock: Clock
     metrics: RouterMetrics
     ledger: TenantLedger
+    stages: StageState = field(default_factory=StageState)
+    stage_news: StageNews = field(default_factory=lambda: StageNews())
     tasks: Tasks = field(default_factory=Tasks)
     members: dict[MemberId, Member] = field(default_factory=dict)
-    """Holds the workers and encoders that are there."""
+    """Holds the workers, encoders and stages that are there."""
     own_record: list[Member] = field(default_factory=list)
     """Holds this router's own record, once the directory has it."""
 
@@ -107,11 +111,11 @@ class RouterContext:
         return [member for member in self.members.values() if member.kind == kind]
 
     def set_members(self, members: Sequence[Member]) -> list[Member]:
-        """Replaces the membership by the workers and encoders among `members`, and returns those that left. A member
+        """Replaces the membership by all of `members` that are no routers, and returns those that left. A member
         that restarted under its id has left too."""
         old = list(self.members.values())
         self.members.clear()
-        self.members.update({each.member_id: each for each in members if each.kind in ("worker", "encoder")})
+        self.members.update({each.member_id: each for each in members if each.kind != "router"})
         new = self.members
         self.own_record[:] = [each for each in members if each.member_id == self.member_id]
         return [each for each in old if each.member_id not in new or new[each.member_id].epoch != each.epoch]
@@ -123,6 +127,28 @@ class RouterContext:
         return "" if member is None else member.machine
 
 
+class StageNews:
+    """Wakes requests that wait for a replica of a stage behind the thinker."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    def changed(self) -> None:
+        """Wakes all that wait, because a replica has joined or reported."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def wait(self, limit_s: float) -> None:
+        """Returns at the next change, or after `limit_s`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            await asyncio.wait([future], timeout=limit_s)
+        finally:
+            self._waiting.discard(future)
+
+
 # ------------------------------------------------------------ calls to members
 
 
@@ -132,6 +158,16 @@ class Pools(NamedTuple):
 
     workers: WorkerPool
     encoders: EncoderPool
+    stages: StagePool | None = None
+    """Is None in a cluster that gives no speech."""
+
+
+class StagePool(Protocol):
+    async def run(self, member_id: MemberId, request: StageRequest) -> StageResult:
+        """Runs an attempt on a replica of a stage behind the thinker; the call stays open until the stage has ended its
+        work. Raises TargetGone if the replica had left before the call, WorkerLost if it died during the call, or what
+        it raised."""
+        ...
 
 
 class WorkerPool(Protocol):

@@ -42,6 +42,12 @@ class JoinedStreams:
         return self._streams[0].answer
 
     @property
+    def sample_rate(self) -> int:
+        """Returns the samples per second of the sound, or 0 if the answer is not spoken."""
+        audio = self._streams[0].audio
+        return 0 if audio is None else audio.sample_rate
+
+    @property
     def media_s(self) -> float:
         """Returns the length of the videos and sounds of all requests, in seconds."""
         return sum(stream.media_s for stream in self._streams)

@@ -20,17 +20,21 @@ from fabric.contracts import Aborted, PromptLogprobs, RequestId, TokenLogprobs, 
 from modalities.text import StopStrings
 from router.api import ScoredToken, Usage
 from router.prompt import PLAIN, AnswerPlan
+from router.run.audio_track import AudioTrack
 from router.run.failures import StepDown
 
 # ------------------------------------------------------------ the stream of a request
 
 
 class Delta(NamedTuple):
-    """A `Delta` is the new text of one choice. `finish_reason` comes once, with the choice's last text."""
+    """A `Delta` is the new text of one choice. `finish_reason` comes once, with the choice's last text or, if it is
+    spoken, with its last sound."""
 
     choice: int
     text: str
     finish_reason: str | None
+    samples: bytes = b""
+    """Holds the new sound of a spoken choice: int16, little-endian, one channel."""
 
 
 class RequestStream:
@@ -57,6 +61,8 @@ class RequestStream:
         """Says how the text of a choice is read."""
         self.media_s = 0.0
         """Sums the lengths of the request's videos and sounds, in seconds."""
+        self.audio: AudioTrack | None = None
+        """Keeps the sound of the answer; None if it is text alone. Only a stream of one choice has one."""
         self.embedding = b""
         """Holds the embedding of the prompt as float32, little-endian, if the request wants one and has ended."""
         self.prompt_logprobs: PromptLogprobs | None = None
@@ -85,6 +91,11 @@ class RequestStream:
             if text:
                 pending.texts.append(text)
             pending.finish_reason = self.choices[choice].finish_reason
+        self._started.set()
+        self._news.set()
+
+    def write_audio(self) -> None:
+        """Says that the sound has gone on, or has ended."""
         self._started.set()
         self._news.set()
 
@@ -164,17 +175,26 @@ class RequestStream:
             self.fail(Aborted("the client left"))
 
     def _has_news(self) -> bool:
+        if self.audio is not None and self.audio.has_fresh:
+            return True
         return any(pending is not None and (pending.texts or pending.finish_reason) for pending in self._pending)
 
     def take_new(self) -> list[Delta]:
-        """Returns everything new since the last call, which may be nothing, at most one delta per choice."""
+        """Returns everything new since the last call, which may be nothing, at most one delta per choice. The finish of
+        a spoken choice is held back until its sound has ended."""
         deltas: list[Delta] = []
+        samples, is_speaking = b"", False
+        if self.audio is not None:
+            samples, is_speaking = self.audio.take(), not self.audio.is_ended
         for choice, pending in enumerate(self._pending):
-            if pending is None or not (pending.texts or pending.finish_reason):
+            if pending is None:
                 continue
-            deltas.append(Delta(choice, "".join(pending.texts), pending.finish_reason))
+            finish_reason = None if is_speaking else pending.finish_reason
+            if not (pending.texts or finish_reason or samples):
+                continue
+            deltas.append(Delta(choice, "".join(pending.texts), finish_reason, samples))
             pending.texts.clear()
-            if pending.finish_reason is not None:
+            if finish_reason is not None:
                 self._pending[choice] = None
         return deltas
 

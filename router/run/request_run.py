@@ -31,6 +31,7 @@ from fabric.contracts import (
     NoCapacity,
     ProtocolError,
     RequestRefused,
+    StageFrame,
     TargetGone,
     TokenFrame,
     TransferError,
@@ -89,6 +90,8 @@ class RequestRun:
         self._task: asyncio.Task[None] | None = None
         self._stopped_choices: set[int] = set()
         self._is_concluded = False
+        self._stages_by_s = 0.0
+        """Is the time until which the request waits for a missing stage; it is 0 if it has not waited."""
         self._on_end: Callable[[], None] = lambda: None
 
     def start(self, admitted_at_s: float, on_end: Callable[[], None]) -> None:
@@ -134,7 +137,8 @@ class RequestRun:
         choice = self.stream.choices[frame.choice]
         if choice.is_finished:
             self._context.metrics.frames_dropped.labels("finished_choice").inc()
-            self._end_choice(attempt, frame.choice)
+            if self.stream.audio is None:  # A spoken answer may be drawn again for its speech alone.
+                self._end_choice(attempt, frame.choice)
             return
         before = choice.num_tokens
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
@@ -149,6 +153,14 @@ class RequestRun:
         if choice.is_cut:
             self._end_choice(attempt, frame.choice)
         self._check_finished()
+
+    def on_samples(self, member_id: MemberId, frame: StageFrame) -> None:
+        """Takes samples of the spoken answer. Drops those of another attempt or another member."""
+        attempt = self._attempt
+        if attempt is None or attempt.attempt_id.attempt != frame.attempt:
+            self._context.metrics.frames_dropped.labels("old_attempt").inc()
+        elif attempt.take_frame(member_id, frame):
+            self.stream.write_audio()
 
     def on_feature_needed(self, message: FeatureNeeded) -> None:
         attempt = self._attempt
@@ -244,20 +256,22 @@ class RequestRun:
             await self._turn.take(
                 self._prompt, self._num_generated, lambda kept_out: self._make_attempt(0, kept_out).preview()
             )
-            is_served = self.stream.are_choices_finished
-            if is_served:
+            if self._is_served():
                 return None  # Only the worker's own account of the request is missing.
             attempt = self._make_attempt(number, self._turn.kept_out)
             try:
                 return await self._try(attempt)
             except WeftError as error:
-                if self.stream.are_choices_finished:
+                if self._is_served():
                     return None
                 if await self._steps_down(attempt, error):
                     number += 1
                     continue
                 if not isinstance(error, RETRIED) or isinstance(error, MachineBusy | DeadlineOutOfReach):
                     raise
+                if attempt.plan is None and self._lacks_stages(error):
+                    await self._await_stages(error)
+                    continue
                 if attempt.plan is None:
                     await self._await_capacity(error)
                     continue
@@ -268,6 +282,11 @@ class RequestRun:
                 logger.warning("attempt %d of request %s failed: %s", failed, request_id, error.message)
         raise self._setbacks.verdict()
 
+    def _is_served(self) -> bool:
+        """Tells whether the client has, or can read, the whole answer."""
+        track = self.stream.audio
+        return self.stream.are_choices_finished and (track is None or track.is_ended)
+
     @property
     def _num_generated(self) -> int:
         return max(choice.num_tokens for choice in self.stream.choices)
@@ -276,22 +295,25 @@ class RequestRun:
         attempt_id = AttemptId(self.stream.request_id, number)
         priority = self._turn.terms.member_priority(self._prompt.priority, self._context.clock.now())
         prompt = self._prompt if priority == self._prompt.priority else replace(self._prompt, priority=priority)
-        return Attempt(self._context, prompt, attempt_id, self._age, self._setbacks, self._trace, kept_out)
+        attempt = Attempt(self._context, prompt, attempt_id, self._age, self._setbacks, self._trace, kept_out)
+        attempt.track = self.stream.audio
+        return attempt
 
     async def _try(self, attempt: Attempt) -> GenerateResult | None:
         """Dispatches an attempt and awaits its result. Until the dispatch, tokens that the former attempt still sends
         count, because one of them may have been the last token."""
         try:
-            is_first = attempt.attempt_id.attempt == 0
-            emitted = () if is_first else [choice.emitted for choice in self.stream.choices]
-            self._note_dispatched(attempt.dispatch(emitted, self._turn.first_token_by_s))
+            self._note_dispatched(attempt.dispatch(self._emitted(), self._turn.first_token_by_s))
             for choice in self.stream.choices:
                 choice.order.restart()
+            if self.stream.audio is not None:
+                self.stream.audio.restart()
             self._stopped_choices.clear()
             self._attempt = attempt
             result = await attempt.result()
             if result is not None:
                 await self._settle(result)
+            await self._hear(attempt)
             self._context.metrics.attempts.labels("ok").inc()
             self._settle_charge(attempt, result)
             return result
@@ -301,6 +323,34 @@ class RequestRun:
             self._settle_charge(attempt, None)
             self._turn.leave()
             self._gate.changed()
+
+    def _emitted(self) -> list[tuple[int, ...]]:
+        """Returns, per choice, the tokens after which the next attempt continues. If a choice is finished and only its
+        speech is missing, its last token is drawn again: a worker computes the prompt of a request that has something
+        to draw, and the talker may need hidden rows of it."""
+        emitted = [choice.emitted for choice in self.stream.choices]
+        if self.stream.audio is not None and self._prompt.media:
+            return [tokens[:-1] for tokens in emitted]
+        return emitted
+
+    async def _hear(self, attempt: Attempt) -> None:
+        """Waits until all sound of the answer is there. Raises the error with which the speech has failed."""
+        track = self.stream.audio
+        if track is not None:
+            await attempt.spoken()
+            track.end()
+            self.stream.write(0, "")  # A given answer has no frame of tokens that would have brought its finish.
+
+    def _lacks_stages(self, error: WeftError) -> bool:
+        return isinstance(error, NoCapacity) and self.stream.audio is not None and bool(self._context.of_kind("worker"))
+
+    async def _await_stages(self, error: WeftError) -> None:
+        """Waits until a replica of the missing stage may be there. Raises the error once `capacity_wait_s` is over."""
+        context, now = self._context, self._context.clock.now()
+        self._stages_by_s = self._stages_by_s or now + context.config.capacity_wait_s
+        if now >= self._stages_by_s:
+            raise self._setbacks.verdict(error) from error
+        await context.stage_news.wait(max(0.01, min(self._stages_by_s - now, context.stages.next_change_s(now))))
 
     async def _steps_down(self, attempt: Attempt, error: WeftError) -> bool:
         """Tries to continue the request without what could not be encoded, and returns whether it continues. It never

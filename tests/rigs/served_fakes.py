@@ -42,7 +42,7 @@ class ServedFakes:
         def send() -> None:
             service = self.cluster.service
             for member in (*self.cluster.workers, *self.cluster.encoders):
-                service._handle(member.report(1))
+                service.arrivals.take(member.report(1))
 
         self.do(send)
 

@@ -40,6 +40,7 @@ REASONS = {
     "router/edge/app.py:HttpEdge._open_each": "the top of an answer's requests; the error is raised again",
     "router/run/request_run.py:RequestRun._run": "the top of a request's task",
     "router/run/request_run.py:RequestRun.on_frame": "one frame in the loop of the message plane",
+    "router/run/speech_calls.py:SpeechCalls._ended": "the end of a call's task, which no one awaits",
     "router/service.py:RouterService.open": "the top of a request that has no task yet; the error is raised again",
 }
 """Maps each place, as `path:function`, to the reason for which it catches every error."""

@@ -226,8 +226,6 @@ def test_missing_model_says_so() -> None:
     ("name", "value"),
     [
         ("functions", [{"name": "f"}]),
-        ("modalities", ["text", "audio"]),
-        ("audio", {"voice": "alloy", "format": "wav"}),
         ("chat_template", "{{ x }}"),
         ("skip_special_tokens", False),
     ],
@@ -243,7 +241,6 @@ def test_parameters_that_would_change_the_output_are_refused_by_name(name: str, 
     [
         ("functions", []),
         ("function_call", "auto"),
-        ("modalities", ["text"]),
         ("skip_special_tokens", True),
     ],
 )

@@ -416,7 +416,7 @@ async def test_a_router_keeps_what_it_has_learned_for_the_next_one(tmp_path: Pat
         report = WorkerReport(
             worker_id, 99, 99, (), EngineStats(), FeatureStats(), prefill_s_per_token=0.125, step_overhead_s=0.5
         )
-        cluster.service._handle(report)
+        cluster.service.arrivals.take(report)
         assert not path.exists()
     saved = decode_costs(path.read_bytes(), cluster.service.config.model_name, 0.0)
     assert saved.key_to_line[key].line == (0.5, 0.125)

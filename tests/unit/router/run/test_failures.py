@@ -151,7 +151,7 @@ async def test_a_bug_that_a_frame_meets_ends_its_request_and_no_other(
 
         monkeypatch.setattr(broken.choices[0], "push", fails)
         frames = [TokenFrame(stream.request_id, 0, 0, 4, (ord("x"),)) for stream in (broken, healthy)]
-        cluster.service._handle(TokenFrames(worker.member_id, tuple(frames)))
+        cluster.service.arrivals.take(TokenFrames(worker.member_id, tuple(frames)))
         assert healthy.choices[0].num_tokens == 5, "the frame behind the broken one arrives"
         with pytest.raises(WeftError, match="an internal error occurred \\(IndexError\\)"):
             await read(broken)
