@@ -25,7 +25,8 @@
     │   ├── TargetGone                the replica that was named has left
     │   ├── WorkerLost                a worker died while it served the request
     │   ├── WorkerLeaving             the worker was stopped, and no other one could continue in time
-    │   └── EncoderLost
+    │   ├── EncoderLost
+    │   └── StageStalled              the stage before has sent nothing for too long
     ├── DeadlineExceeded          a stage passed its deadline
     ├── StageFailed               a stage broke on this request
     │   ├── EncodeFailed
@@ -291,6 +292,17 @@ class EncoderLost(Unavailable):
     """
 
     code = "encoder_lost"
+
+
+class StageStalled(Unavailable):
+    """A stage of the pipeline has waited too long for the next chunk from the stage before it, which may have been
+    lost.
+
+    Send the request again. Look at the logs of the stage before if it happens again; raise `stall_s` of the stage if
+    its machines are slow.
+    """
+
+    code = "stage_stalled"
 
 
 class DeadlineExceeded(WeftError):

@@ -1,9 +1,13 @@
 """Runs the stages behind the thinker, which make speech from its text.
 
 `stage_model` defines what a stage's engine knows of the model that it runs. `thinker_outlet` hands what the thinker's
-engine makes to the next stage.
+engine makes to the next stage. `transfer_adapter` moves data between a stage and its connectors in the background;
+`chunk_adapter` is the adapter for chunks, with the bookkeeping of `chunk_inputs` and the bytes of `chunk_payload`.
 """
 
+from llm_workers.stages.chunk_adapter import ChunkSettings, ChunkTransferAdapter
+from llm_workers.stages.chunk_inputs import ChunkInputs, ChunkPatience, Disposition, LoadedChunks
+from llm_workers.stages.chunk_payload import ChunkName, ReceivedChunk, decode_chunk, encode_chunk
 from llm_workers.stages.stage_model import (
     ChunkAccumulator,
     NextStageInput,
@@ -15,16 +19,30 @@ from llm_workers.stages.stage_model import (
     WorkerType,
 )
 from llm_workers.stages.thinker_outlet import ChunkSender, ThinkerOutlet
+from llm_workers.stages.transfer_adapter import SaveRetries, SaveTask, TransferAdapter
 
 __all__ = [
     "ChunkAccumulator",
+    "ChunkInputs",
+    "ChunkName",
+    "ChunkPatience",
     "ChunkSender",
+    "ChunkSettings",
+    "ChunkTransferAdapter",
+    "Disposition",
+    "LoadedChunks",
     "NextStageInput",
     "Payload",
+    "ReceivedChunk",
+    "SaveRetries",
+    "SaveTask",
     "StageChunk",
     "StageModel",
     "StageOutput",
     "StageSpan",
     "ThinkerOutlet",
+    "TransferAdapter",
     "WorkerType",
+    "decode_chunk",
+    "encode_chunk",
 ]
