@@ -11,6 +11,7 @@
     sampling          draws tokens from the last hidden states of a step
     tensor_parallel   runs one worker on several ranks
     stages            runs the stages behind the thinker, which make speech of its text
+    speech            contains the models of these stages
 
 The deployment creates a `WorkerService` for each worker; routers reach it through calls and messages, and encoders
 through messages. A worker knows nothing of HTTP, of prompts as text, and of how media become features.
