@@ -1,11 +1,11 @@
 """Turns a config file into a running cluster, and holds the demo model.
 
-`cli` is the command `weft`, and `commands/` has what its commands do. `config`, `request_config` and `scaling_config`
-define the config with values of `config_values`, `config_file` reads it, `models/` brings a model onto a node,
-`compute_dtype` settles the dtype that it asks for, `sizing/` computes the memory that it takes, `scaling/` decides how
-many encoders and workers there are, `topology` finds out what a member runs on, `network` at which address it is
-reached, `limit_table` lists the limits that it sets, `live_config` says what of it may change while a cluster serves,
-`serve_config` reads it out of what is submitted to Ray Serve, and `compose` builds each service; `compose` is the only
+`cli` is the command `weft`, and `commands/` has what its commands do. `config`, `request_config`, `scaling_config` and
+`stages_config` define the config with values of `config_values`, `config_file` reads it, `models/` brings a model onto
+a node, `compute_dtype` settles the dtype that it asks for, `sizing/` computes the memory that it takes, `scaling/`
+decides how many encoders and workers there are, `topology` finds out what a member runs on, `network` at which address
+it is reached, `limit_table` lists the limits that it sets, `live_config` says what of it may change while a cluster
+serves, `serve_config` reads it out of what is submitted to Ray Serve, and `compose` builds each service; it is the only
 place where encoders, workers and routers meet. `ray/` runs the services on Ray Serve, with `supervisor` around it to
 receive signals; `local` runs them in one process. `start_phases` says what a start waits for. `ranks` starts the rank
 processes of a worker, `http_server` serves a router's HTTP API, on the parser that `http_protocol` guards by

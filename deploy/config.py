@@ -31,6 +31,7 @@ from deploy.config_values import (
 from deploy.http_limits import HttpLimits
 from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection, TracingSection
 from deploy.scaling_config import AutoscalingSection
+from deploy.stages_config import StagesSection
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
 from fabric.transport import PortRange
 from llm_workers.worker_config import Speculation, WorkerConfig
@@ -428,6 +429,8 @@ class ClusterConfig(Section):
     media: MediaSection = MediaSection()
     encoders: EncoderSection = EncoderSection()
     workers: WorkerSection = WorkerSection()
+    stages: StagesSection | None = None
+    """Describes the stages that speak; without it, the cluster answers in text alone."""
     ray: RaySection = RaySection()
     network: NetworkSection = NetworkSection()
     logging: LoggingSection = LoggingSection()

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from deploy.testing.fake_members import BLOCK_SIZE, FakeEncoder, FakeWorker
+from deploy.testing.fake_stages import FakeStage
 from deploy.testing.tiny_family import TinyFamily, tiny_codec
 from fabric.contracts import (
     Clock,
@@ -23,6 +24,8 @@ from fabric.contracts import (
     Member,
     MemberId,
     MmHash,
+    StageRequest,
+    StageResult,
     SystemClock,
     TargetGone,
 )
@@ -59,6 +62,7 @@ class FakePools:
     def __init__(self) -> None:
         self.workers: dict[MemberId, FakeWorker] = {}
         self.encoders: dict[MemberId, FakeEncoder] = {}
+        self.stages: dict[MemberId, FakeStage] = {}
 
     async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
         if worker_id not in self.workers:
@@ -69,6 +73,11 @@ class FakePools:
         if encoder_id not in self.encoders:
             raise TargetGone(f"{encoder_id} has left")
         return await self.encoders[encoder_id].encode(request, [file.data for file in media])
+
+    async def run(self, member_id: MemberId, request: StageRequest) -> StageResult:
+        if member_id not in self.stages:
+            raise TargetGone(f"{member_id} has left")
+        return await self.stages[member_id].run(request)
 
 
 class FakeCluster:
@@ -98,14 +107,16 @@ class FakeCluster:
             config,
             PromptBuilder(config, family, self.codec, registry, NoProber(), fetcher),
             self.plane,
-            Pools(self.pools, self.pools),
+            Pools(self.pools, self.pools, self.pools),
             clock,
         )
 
     @property
     def members(self) -> list[Member]:
-        workers, encoders = self.pools.workers.values(), self.pools.encoders.values()
-        return [worker.member for worker in workers] + [encoder.member for encoder in encoders]
+        pools = self.pools
+        there: list[FakeWorker | FakeEncoder | FakeStage]
+        there = [*pools.workers.values(), *pools.encoders.values(), *pools.stages.values()]
+        return [each.member for each in there]
 
     def publish(self) -> None:
         self.service.update_members(self.members)
@@ -126,8 +137,18 @@ class FakeCluster:
         self.pools.encoders[encoder.member_id] = encoder
         return encoder
 
-    def remove(self, member: FakeWorker | FakeEncoder) -> None:
+    def add_stage(self, stage_id: int, model_stage: str, is_last: bool) -> FakeStage:
+        """Adds a replica of a stage behind the thinker with a new name and returns it. The router knows it after
+        `publish`, and needs it if the config has `speech`."""
+        name = f"{model_stage}-{len(self.pools.stages)}"
+        stage = FakeStage(self.hub, name, stage_id, model_stage, is_last)
+        stage.plane.start(stage.handle)
+        self.pools.stages[stage.member_id] = stage
+        return stage
+
+    def remove(self, member: FakeWorker | FakeEncoder | FakeStage) -> None:
         """Removes a member. The router knows this after `publish`."""
+        self.pools.stages.pop(member.member_id, None)
         self.pools.workers.pop(member.member_id, None)
         self.pools.encoders.pop(member.member_id, None)
 
@@ -169,7 +190,8 @@ async def fake_cluster(
     finally:
         await cluster.service.stop()
         workers, encoders = cluster.workers, cluster.encoders
-        for plane in (cluster.plane, *(each.plane for each in workers), *(each.plane for each in encoders)):
+        stages = cluster.pools.stages.values()
+        for plane in (cluster.plane, *(each.plane for each in (*workers, *encoders, *stages))):
             plane.close()
 
 

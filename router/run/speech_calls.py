@@ -128,6 +128,7 @@ class SpeechCalls:
         self._is_closed = True
         for call, hop in list(self._calls.items()):
             self._context.send(hop.member_id, AbortAttempt(*self._attempt.attempt_id))
+            self._context.stages.note_ended(hop.member_id, self._attempt.attempt_id)
             call.cancel()
 
     # ------------------------------------------------------------ one call
