@@ -22,6 +22,7 @@ class StageSection(Section):
     """Describes one stage."""
 
     stage_id: int = Field(ge=0)
+    """Is the place of the stage in the pipeline, from 0."""
     model_stage: str = Field(min_length=1)
     """Names what the stage computes: `thinker`, `talker` or `code2wav`, or for a stage of your own the import path of
     the function that loads its model (`package.module:function`)."""
@@ -33,9 +34,11 @@ class StageSection(Section):
     devices: Device = "cpu"
     """Says where the replicas compute."""
     gpus_per_replica: float = Field(0, ge=0)
+    """Sets the number of GPUs of each replica."""
     ray_resources: RayResources = Field({})
     """Maps custom resources of Ray to the amount that each replica takes."""
     cpus_per_replica: float = Field(0, ge=0)
+    """Sets the number of CPUs that Ray reserves for each replica; 0 reserves none."""
     max_num_seqs: int = Field(32, ge=1)
     """Limits the requests in one batch."""
     max_step_tokens: int = Field(512, ge=1)
@@ -43,6 +46,7 @@ class StageSection(Section):
     num_blocks: int = Field(1024, ge=2)
     """Sets the number of KV blocks of an `ar` stage."""
     block_size: int = Field(16, ge=1)
+    """Sets the positions of one KV block."""
     max_states: int = Field(256, ge=1)
     """Limits the requests whose state a `generation` stage holds."""
     custom_process_next_stage_input_func: str | None = None
@@ -56,10 +60,13 @@ class StageLinkSection(Section):
     """Describes how the output of one stage reaches the next."""
 
     from_stage: int = Field(ge=0)
+    """Is the stage that sends."""
     to_stage: int = Field(ge=1)
+    """Is the stage that receives, which is the next one."""
     name: Literal["auto", "shared_memory", "nixl", "SharedMemoryConnector", "NixlConnector"] = "auto"
     """Names the connector; `auto` means shared memory between processes of one machine and NIXL between machines."""
     extra: dict[str, Setting] = Field({})
+    """Holds settings of the connector."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -76,16 +83,17 @@ DEFAULT_STAGES = (
 
 
 class StagesSection(Section):
-    """Describes the pipeline. `stages: {}` is that of Qwen3-Omni, with one replica of each stage."""
+    """Describes the pipeline that speaks. An empty section means that of Qwen3-Omni, with one replica of each stage."""
 
     async_chunk: bool = True
     """Says whether a stage sends what it has made in chunks. If not, it sends everything at its end; that is for
     comparisons."""
     stage_args: tuple[StageSection, ...] = Field(DEFAULT_STAGES, min_length=2)
+    """Lists the stages, the thinker first."""
     connectors: tuple[StageLinkSection, ...] = ()
     """Describes the links between stages; a link that is not listed is `auto`."""
     stall_s: float = Field(30.0, gt=0)
-    """A request whose next chunk does not come for this long ends with an error."""
+    """Limits how long a request waits for its next chunk; then it ends with an error."""
 
     @property
     def thinker(self) -> StageSection:

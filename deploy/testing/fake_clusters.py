@@ -190,8 +190,9 @@ async def fake_cluster(
     finally:
         await cluster.service.stop()
         workers, encoders = cluster.workers, cluster.encoders
-        stages = cluster.pools.stages.values()
-        for plane in (cluster.plane, *(each.plane for each in (*workers, *encoders, *stages))):
+        planes = [each.plane for each in workers] + [each.plane for each in encoders]
+        planes += [each.plane for each in cluster.pools.stages.values()]
+        for plane in (cluster.plane, *planes):
             plane.close()
 
 

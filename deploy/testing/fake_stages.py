@@ -100,5 +100,6 @@ class FakeStage:
         if frames:
             self.plane.send(request.router_address, StageFrames(self.member_id, tuple(frames)))
 
-    def report(self, seq: int, **fields: int | float) -> StageReport:
-        return StageReport(self.member_id, self.stage.stage_id, self.stage.model_stage, 1, seq, **fields)
+    def report(self, seq: int, num_running: int = 0, step_s: float = 0.0) -> StageReport:
+        own = (self.member_id, self.stage.stage_id, self.stage.model_stage, 1, seq)
+        return StageReport(*own, num_running=num_running, max_num_seqs=self.stage.max_num_seqs, step_s=step_s)

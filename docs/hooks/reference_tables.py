@@ -170,7 +170,8 @@ def config_keys(section: type[BaseModel] = cluster_config.ClusterConfig, prefix:
     for name, field in section.model_fields.items():
         key, annotation = field.alias or name, field.annotation
         inner = section_in(annotation)
-        if inner is not None and inner is annotation:
+        if inner is not None and annotation in (inner, inner | None):
+            # A section that may be absent has the same keys.
             yield from config_keys(inner, f"{prefix}{key}.")
             continue
         if inner is not None and get_origin(annotation) is dict:

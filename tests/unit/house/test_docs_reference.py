@@ -22,6 +22,7 @@ from reference_tables import config_keys, error_rows, metric_rows
 from site_pages import with_links, with_tables
 
 from deploy.config import ClusterConfig
+from deploy.stages_config import StageLinkSection, StageSection
 from fabric.contracts.errors import leaves
 
 ROOT = site_pages.ROOT
@@ -42,10 +43,14 @@ CONFIG_KEYS = list(config_keys())
 
 def test_every_key_of_the_config_is_listed_once() -> None:
     listed = [key.path for key in CONFIG_KEYS]
-    a_tenant = ClusterConfig.model_validate({"tenants": {"NAME": {}}})
-    assert [path for path in listed if "[]" not in path] == list(paths(a_tenant.model_dump()))
+    whole = ClusterConfig.model_validate({"tenants": {"NAME": {}}, "stages": {}})
+    assert [path for path in listed if "[]" not in path] == list(paths(whole.model_dump()))
     ends = [f"router.links[].{end}.{key}" for end in ("from", "to") for key in ("member", "host", "kind", "labels")]
-    assert [path for path in listed if "[]" in path] == [*ends, "router.links[].class"]
+    of_lists = [path for path in listed if "[]" in path]
+    assert [path for path in of_lists if path.startswith("router.")] == [*ends, "router.links[].class"]
+    stages = [f"stages.stage_args[].{key}" for key in StageSection.model_fields]
+    links = [f"stages.connectors[].{key}" for key in StageLinkSection.model_fields]
+    assert [path for path in of_lists if path.startswith("stages.")] == [*stages, *links]
     table = reference_tables.configuration()
     assert [path for path in listed if table.count(f'<a id="{path}"></a>') != 1] == []
 
