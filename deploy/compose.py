@@ -27,14 +27,16 @@ from deploy.logs import collect_library_logs
 from deploy.models import ModelUrl, fetch_model
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from deploy.request_config import TenantSection
+from deploy.speech_parts import side_layers, speech_settings, thinker_sender
 from deploy.topology import find_place
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock
-from fabric.transport import FeatureSink, FeatureSource, Plane, PortRange
+from fabric.transport import FeatureSink, FeatureSource, Plane, PortRange, StageConnector
 from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
+from modalities.speech_traits import read_speech_traits
 from modalities.text import CompileLimits, TextCodec
 from router.fetch import FetchProcess, FetchSettings, LoopFetcher, MediaFetcher
 from router.observe import TracingSettings
@@ -275,10 +277,12 @@ def build_worker(
     member_id: MemberId,
     plane: Plane,
     sink: FeatureSink,
+    connectors: Mapping[str, StageConnector] | None = None,
     wrap: Callable[[LanguageModel], LanguageModel] | None = None,
 ) -> WorkerService:
-    """Builds a worker around Weft's own engine; it loads the language model. `wrap` may put a layer around the model (a
-    bench's clocks, other ranks)."""
+    """Builds a worker around Weft's own engine; it loads the language model. Over `connectors` the worker reaches the
+    stages that speak; without them, it answers in text alone. `wrap` may put a layer around the model (a bench's
+    clocks, other ranks)."""
     from llm_workers.own_engine import OwnEngine
     from llm_workers.sampling import GrammarCompiler
     from llm_workers.worker_service import WorkerService
@@ -287,9 +291,12 @@ def build_worker(
     if wrap is not None:
         language_model = wrap(language_model)
     codec, vocab_size = TextCodec.load(model.directory), model.family.shape.vocab_size
-    settings, clock = worker_config(config), SystemClock()
+    settings, clock, sender = worker_config(config), SystemClock(), None
+    if config.stages is not None and connectors:
+        sender = thinker_sender(config, connectors)
+        settings = replace(settings, side_layers=side_layers(config, read_speech_traits(model.directory)))
     grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling, settings.grammar_bytes)
-    make_engine = partial(OwnEngine, settings, model.family, language_model, clock)
+    make_engine = partial(OwnEngine, settings, model.family, language_model, clock, sender=sender)
     service = WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)
     service.classify_links(link_class_of(config))
     return service
@@ -487,7 +494,9 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
             "router": config.router.replicas,
             "encoder": config.encoders.first_replicas,
             "worker": config.workers.first_replicas,
-        },
+        }
+        | ({} if config.stages is None else {"stage": sum(each.replicas for each in config.stages.later)}),
+        speech=speech_settings(config, model.directory),
         shows_members=config.ray.address is None,
         block_size=config.workers.block_size,
         feature_itemsize=DTYPE_TO_BYTES[config.model.dtype],

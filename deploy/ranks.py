@@ -11,7 +11,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,7 +21,7 @@ from deploy.config import ClusterConfig
 from deploy.logs import configure_logs
 from deploy.process_setup import freeze_what_lives, keep_ranks_on_loopback, use_cuda_device
 from fabric.contracts import ConfigError, MemberId, WorkerLost
-from fabric.transport import FeatureSink, Plane
+from fabric.transport import FeatureSink, Plane, StageConnector
 
 if TYPE_CHECKING:
     from llm_workers.tensor_parallel import Invitation, RankGroup, RankProcess, Share
@@ -34,11 +34,14 @@ START_TIMEOUT_S = 600.0
 
 
 class WorkerEndpoint(NamedTuple):
-    """Holds a worker's place among the members: its id, its endpoint of the message plane and its sink for features."""
+    """Holds a worker's place among the members: its id, its endpoint of the message plane, its sink for features, and
+    its connectors to the next stage."""
 
     member_id: MemberId
     plane: Plane
     sink: FeatureSink
+    connectors: Mapping[str, StageConnector] = {}
+    """Lead to the stages that speak; there are none in a cluster that answers in text alone."""
 
 
 class RankedWorker(NamedTuple):

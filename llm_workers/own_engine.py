@@ -11,11 +11,15 @@ import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from fabric.contracts import Clock, context_scale_tokens
 from llm_workers.compute import (
     PagedKV,
     ReferencedFeatures,
     Runner,
+    SideRows,
     calibrate,
     make_side_rows,
     measure_workspace,
@@ -25,6 +29,7 @@ from llm_workers.compute import (
 from llm_workers.engine import Engine
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import Scheduler, StepCosts, kv_heads
+from llm_workers.stages import ChunkTransferAdapter, ThinkerOutlet
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, LanguageModel
 
@@ -39,8 +44,10 @@ class OwnEngine(Engine):
         model: LanguageModel,
         clock: Clock,
         on_update: Callable[[Update], None],
+        sender: ChunkTransferAdapter | None = None,
     ) -> None:
-        """Allocates the KV pages on the model's device. The engine calls `on_update` in its own thread."""
+        """Allocates the KV pages on the model's device. The engine calls `on_update` in its own thread. `sender` takes
+        what it makes for requests with a next stage; the engine starts and stops it."""
         shape = family.shape
         heads = kv_heads(shape, config.num_ranks)
         kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, model.dtype, model.device)
@@ -51,9 +58,23 @@ class OwnEngine(Engine):
             model = with_graphs(model, kv, shape.max_model_len)
         features = ReferencedFeatures(scheduler.references)
         least_s = (lambda plan: config.least_step_s(*scheduler.work(plan))) if config.least_step_s(1, 1.0) else None
-        self._runner = Runner(model, kv, features, backend, make_side_rows(model, kv, config.side_layers), least_s)
-        self._config, self._family = config, family
-        super().__init__(scheduler, self._runner, clock, on_update)
+        side = make_side_rows(model, kv, config.side_layers)
+        self._runner = Runner(model, kv, features, backend, side, least_s)
+        self._config, self._family, self._sender = config, family, sender
+        outlet = None
+        if sender is not None:
+            outlet = ThinkerOutlet(sender, None if side is None else partial(read_rows, side))
+        super().__init__(scheduler, self._runner, clock, on_update, outlet)
+
+    def start(self) -> None:
+        if self._sender is not None:
+            self._sender.start()
+        super().start()
+
+    def stop(self) -> None:
+        super().stop()
+        if self._sender is not None:
+            self._sender.stop()
 
     async def prepare(self, costs: StepCosts) -> None:
         """Fits `costs` to a few forward passes, which run in a separate thread, and measures the largest step if the
@@ -75,3 +96,10 @@ class OwnEngine(Engine):
             "sample": run.sample_s,
             "output": step.commit_s,
         }
+
+
+def read_rows(side: SideRows, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.float32]:
+    """Returns the stored rows of the media of a prompt as float32 on the host; `thinker_outlet.ReadRows` describes the
+    arguments. A worker has one side layer at most."""
+    (name,) = side.names
+    return side.rows(name, block_ids, start, end).float().cpu().numpy()

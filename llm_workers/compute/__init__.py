@@ -13,7 +13,7 @@ plan says what to compute and where.
 from llm_workers.compute.attention import Backend, register_attention, select_backend
 from llm_workers.compute.boot_measurements import calibrate, measure_workspace
 from llm_workers.compute.cuda_graphs import with_graphs
-from llm_workers.compute.paged_kv import PagedKV, SequenceRows, copy_blocks, make_side_rows
+from llm_workers.compute.paged_kv import PagedKV, SequenceRows, SideRows, copy_blocks, make_side_rows
 from llm_workers.compute.runner import PlacedSplice, ReferencedFeatures, Runner, splice_features
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ReferencedFeatures",
     "Runner",
     "SequenceRows",
+    "SideRows",
     "calibrate",
     "copy_blocks",
     "make_side_rows",

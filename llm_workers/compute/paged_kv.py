@@ -245,6 +245,11 @@ class SideRows:
         self._name_to_layer, self._kv = name_to_layer, kv
         self._name_to_pages: dict[str, torch.Tensor] = {}
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the side tensors."""
+        return tuple(self._name_to_layer)
+
     @contextmanager
     def storing(self, chunks: Sequence[Chunk], starts: npt.NDArray[np.int64]) -> Iterator[None]:
         """Stores the requested rows while a forward pass runs over the packed chunks; the i-th chunk starts at row
