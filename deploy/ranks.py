@@ -41,7 +41,7 @@ class WorkerEndpoint(NamedTuple):
     plane: Plane
     sink: FeatureSink
     connectors: Mapping[str, StageConnector] = {}
-    """Lead to the stages that speak; there are none in a cluster that answers in text alone."""
+    """Holds the ways to the stages that speak; there are none in a cluster that answers in text alone."""
 
 
 class RankedWorker(NamedTuple):

@@ -61,6 +61,7 @@ class MediaKwargs(BaseModel):
 
 AudioFormat = Literal["wav", "pcm16", "flac", "mp3", "opus", "aac"]
 MAX_FIRST_CHUNK_FRAMES = 1024
+MAX_VOICE_CHARS = 64
 
 
 class AudioOutput(BaseModel):
@@ -68,7 +69,7 @@ class AudioOutput(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
-    voice: str | None = Field(None, min_length=1, max_length=64)
+    voice: str | None = Field(None, min_length=1, max_length=MAX_VOICE_CHARS)
     """Names one of the model's voices; without it, the model's first one speaks."""
     format: AudioFormat | None = None
     """Is the form of the sound: by default `pcm16` in a stream, which can have no other, and `wav` otherwise."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.api.chat_message import MAX_UUID_LENGTH
-from router.api.chat_request import MAX_FRAMES
+from router.api.chat_request import MAX_FIRST_CHUNK_FRAMES, MAX_FRAMES, MAX_VOICE_CHARS
 from router.api.completion_request import MAX_PROMPTS, MAX_TOKEN_VALUES
 from router.api.embedding_request import MAX_INPUTS
 from router.api.file_part import MAX_TEXT_BYTES
@@ -15,6 +15,7 @@ from router.api.generation_fields import (
     MAX_TOP_LOGPROBS,
 )
 from router.api.request_body import MAX_JSON_VALUES
+from router.api.speech_request import MAX_INPUT_CHARS
 from router.api.tool_fields import MAX_TOOL_NAME_CHARS, MAX_TOOLS
 from router.api.transcription_request import MAX_FIELD_BYTES, MAX_PARTS
 
@@ -28,6 +29,9 @@ FIXED_LIMITS = {
     "bytes of a text file": MAX_TEXT_BYTES,
     "characters of a uuid": MAX_UUID_LENGTH,
     "frames that a request asks for": MAX_FRAMES,
+    "characters of a text that is read aloud": MAX_INPUT_CHARS,
+    "characters of the name of a voice": MAX_VOICE_CHARS,
+    "frames of the first chunk of a spoken answer": MAX_FIRST_CHUNK_FRAMES,
     "tools": MAX_TOOLS,
     "characters of the name of a tool": MAX_TOOL_NAME_CHARS,
     "characters of cache_salt": MAX_SALT_CHARS,

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from fabric.contracts import InvalidRequest
 from router.api.audio_formats import PCM
 from router.api.chat_message import ChatMessage
-from router.api.chat_request import AudioOutput, ChatRequest
+from router.api.chat_request import MAX_FIRST_CHUNK_FRAMES, MAX_VOICE_CHARS, AudioOutput, ChatRequest
 from router.api.request_body import parse_body
 
 MAX_INPUT_CHARS = 4096
@@ -27,7 +27,7 @@ class SpeechRequest(BaseModel):
 
     model: str
     input: str = Field(min_length=1, max_length=MAX_INPUT_CHARS)
-    voice: str | None = Field(None, min_length=1, max_length=64)
+    voice: str | None = Field(None, min_length=1, max_length=MAX_VOICE_CHARS)
     """Names one of the model's voices; without it, the model's first one speaks."""
     response_format: SpeechFormat = "mp3"
     """Is the form of the sound; `pcm` is int16, little-endian, one channel."""
@@ -38,7 +38,7 @@ class SpeechRequest(BaseModel):
     speed: float | None = Field(None, ge=0.25, le=4.0)
     instructions: str | None = None
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    initial_codec_chunk_frames: int | None = Field(None, ge=1, le=1024)
+    initial_codec_chunk_frames: int | None = Field(None, ge=1, le=MAX_FIRST_CHUNK_FRAMES)
     user: str | None = None
 
 
