@@ -3,6 +3,7 @@
 `stage_model` defines what a stage's engine knows of the model that it runs. `thinker_outlet` hands what the thinker's
 engine makes to the next stage. `transfer_adapter` moves data between a stage and its connectors in the background;
 `chunk_adapter` is the adapter for chunks, with the bookkeeping of `chunk_inputs` and the bytes of `chunk_payload`.
+`stage_scheduler` decides what each step of a stage computes.
 """
 
 from llm_workers.stages.chunk_adapter import ChunkSettings, ChunkTransferAdapter
@@ -18,28 +19,44 @@ from llm_workers.stages.stage_model import (
     StageSpan,
     WorkerType,
 )
+from llm_workers.stages.stage_scheduler import (
+    ArStageScheduler,
+    ChunkSource,
+    GenerationStageScheduler,
+    RestoredRequest,
+    StageScheduler,
+    StageStatus,
+    StageStep,
+)
 from llm_workers.stages.thinker_outlet import ChunkSender, ThinkerOutlet
 from llm_workers.stages.transfer_adapter import SaveRetries, SaveTask, TransferAdapter
 
 __all__ = [
+    "ArStageScheduler",
     "ChunkAccumulator",
     "ChunkInputs",
     "ChunkName",
     "ChunkPatience",
     "ChunkSender",
     "ChunkSettings",
+    "ChunkSource",
     "ChunkTransferAdapter",
     "Disposition",
+    "GenerationStageScheduler",
     "LoadedChunks",
     "NextStageInput",
     "Payload",
     "ReceivedChunk",
+    "RestoredRequest",
     "SaveRetries",
     "SaveTask",
     "StageChunk",
     "StageModel",
     "StageOutput",
+    "StageScheduler",
     "StageSpan",
+    "StageStatus",
+    "StageStep",
     "ThinkerOutlet",
     "TransferAdapter",
     "WorkerType",
