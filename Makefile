@@ -10,7 +10,7 @@ export OMP_NUM_THREADS ?= 1
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards dashboard-pictures prometheus prometheus-if-there-is chromium chromium-if-there-is explore coverage house mutants bench clients demo-model clean
+.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards dashboard-pictures prometheus prometheus-if-there-is chromium chromium-if-there-is explore coverage house mutants bench clients demo-model demo-speech clean
 
 install: $(STAMP)
 
@@ -147,6 +147,12 @@ bench: install
 demo-model: install
 	$(BIN)/python -m deploy.demo.train deploy/demo/checkpoint
 	$(BIN)/python -m deploy.demo.evaluate --report deploy/demo/REPORT.md
+
+# The demo's voice from nothing, within an hour on two cores: the thinker of the shipped checkpoint stays as it is. It
+# needs espeak-ng.
+demo-speech: install
+	$(BIN)/python -m deploy.demo.speech.prepare build/speech-data
+	$(BIN)/python -m deploy.demo.speech.train_voice build/speech-data deploy/demo/checkpoint
 
 clean:
 	rm -rf $(VENV) build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
