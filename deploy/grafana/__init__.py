@@ -3,7 +3,7 @@
 `panels` turns a description of a panel or a board into Grafana's own form, with the variables that all boards have, and
 `queries` writes the expressions that many panels have in common.
 `cluster_boards` describes the boards of the cluster and its requests, `member_boards` those of encoders, workers and
-transfers, and `speech_board` that of speech, which Weft does not give yet. `write_boards` writes the files, which are
+transfers, and `speech_board` that of speech. `write_boards` writes the files, which are
 committed, because Kubernetes and operators need no Python to load them.
 
 The package needs grafana-foundation-sdk, which is an extra for development. The product does not import it.
@@ -12,14 +12,13 @@ The package needs grafana-foundation-sdk, which is an extra for development. The
 from deploy.grafana.cluster_boards import OVERVIEW, ROUTER
 from deploy.grafana.member_boards import ENCODERS, TRANSFERS, WORKERS
 from deploy.grafana.panels import Board, BoardRow, Panel, Query, board_json
-from deploy.grafana.speech_board import SPEECH, SPEECH_METRICS
+from deploy.grafana.speech_board import SPEECH
 
 BOARDS = (OVERVIEW, ENCODERS, WORKERS, ROUTER, TRANSFERS, SPEECH)
 """Lists all dashboards."""
 
 __all__ = [
     "BOARDS",
-    "SPEECH_METRICS",
     "Board",
     "BoardRow",
     "Panel",

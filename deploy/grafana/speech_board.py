@@ -1,8 +1,4 @@
-"""Describes the dashboard of speech. Weft gives no speech yet, so its panels are empty; `SPEECH_METRICS` fixes the
-names that the panels show, so that speech brings metrics for them.
-
-The module knows nothing of how speech is made.
-"""
+"""Describes the dashboard of spoken answers. The module knows nothing of how speech is made."""
 
 from __future__ import annotations
 
@@ -10,17 +6,15 @@ from deploy.grafana.panels import Board, BoardRow, Panel, Query
 from deploy.grafana.queries import quantiles
 
 FIRST_AUDIO = "weft_router_first_audio_seconds"
-"""Is a histogram: the time from the arrival of a request to the first sound of its answer."""
 REAL_TIME_FACTOR = "weft_router_real_time_factor_ratio"
-"""Is a histogram: the time in which a sound was made, divided by its length; above 1 a listener waits."""
 UNDERRUNS = "weft_router_audio_underruns_total"
-"""Counts the times at which a listener had heard everything that was there."""
-SPEECH_METRICS = (FIRST_AUDIO, REAL_TIME_FACTOR, UNDERRUNS)
+GAPS = "weft_router_audio_gap_seconds"
+PIECES = "weft_router_audio_piece_seconds"
 
 SPEECH = Board(
     "weft-speech",
     "Weft speech",
-    "Answers that are spoken. Empty until Weft gives speech.",
+    "Answers that are spoken. Empty in a cluster without stages that speak.",
     [
         BoardRow(
             "Speech",
@@ -46,6 +40,19 @@ SPEECH = Board(
                     [Query(f"sum(rate({UNDERRUNS}{{@}}[$__rate_interval]))", "underruns")],
                     [(0.01, "yellow"), (0.1, "red")],
                     least=0.1,
+                ),
+                Panel(
+                    "Gaps between pieces",
+                    "Time between two pieces of the sound of one answer. Gaps longer than the pieces are heard.",
+                    "s",
+                    quantiles(GAPS, of=(0.5, 0.99)),
+                    [(2.0, "yellow"), (4.0, "red")],
+                ),
+                Panel(
+                    "Length of pieces",
+                    "Length of the pieces in which sound comes. Short pieces cost more work, and long ones come late.",
+                    "s",
+                    quantiles(PIECES, of=(0.5, 0.99)),
                 ),
             ],
         )

@@ -19,6 +19,7 @@ from prometheus_client.core import Metric
 from fabric.contracts import CODE_TO_ERROR, MemberId, WeftError
 from router.observe.explained_request import ITEM_STAGES, TEXT, WORKER_STAGES, StageTime
 from router.observe.scaling_series import ScalingSeries
+from router.observe.speech_series import SpeechSeries
 from router.observe.usage_series import BoundedNames, UsageSeries
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -45,6 +46,7 @@ class RouterMetrics:
         self._add_admission()
         self._add_tokens()
         self.usage = UsageSeries(self.registry)
+        self.speech = SpeechSeries(self.registry)
         self._add_times()
         self._add_predictions()
 
@@ -62,7 +64,7 @@ class RouterMetrics:
         )
         self.dispatch_errors = self._counter(
             "dispatch_errors",
-            "Calls to members that failed, by kind (`generate`, `encode`) and error.",
+            "Calls to members that failed, by kind (`generate`, `encode`, or the name of a stage) and error.",
             ["kind", "code"],
         )
         self.frames_dropped = self._counter("frames_dropped", "Token frames that were not used, by reason.", ["reason"])

@@ -41,7 +41,7 @@ from fabric.contracts import (
     WorkerLost,
 )
 from router.api import Usage
-from router.observe import RequestTrace, Timing, modality_class
+from router.observe import HeardAnswer, RequestTrace, Timing, modality_class
 from router.planning import RoutePlan
 from router.prompt import Prompt
 from router.run.admission import AttemptUsage, RequestTerms
@@ -159,7 +159,11 @@ class RequestRun:
         attempt = self._attempt
         if attempt is None or attempt.attempt_id.attempt != frame.attempt:
             self._context.metrics.frames_dropped.labels("old_attempt").inc()
-        elif attempt.take_frame(member_id, frame):
+            return
+        track = self.stream.audio
+        num_before = 0 if track is None else track.num_samples
+        if track is not None and attempt.take_frame(member_id, frame):
+            self._account.observe_audio((track.num_samples - num_before) / track.sample_rate)
             self.stream.write_audio()
 
     def on_feature_needed(self, message: FeatureNeeded) -> None:
@@ -463,6 +467,7 @@ class Account:
         self._last_token_at_s: dict[int, float] = {}
         self._between_tokens_s, self._num_later_tokens = 0.0, 0
         self._worker_s = 0.0
+        self._heard: HeardAnswer | None = None
 
     def start(self, admitted_at_s: float) -> None:
         self._admitted_at_s, self._started_at_s = admitted_at_s, self._context.clock.now()
@@ -486,6 +491,14 @@ class Account:
             self._between_tokens_s += now - self._last_token_at_s[choice]
             self._num_later_tokens += num_tokens
         self._last_token_at_s[choice] = now
+
+    def observe_audio(self, length_s: float) -> None:
+        """Records that so much more sound has arrived now."""
+        now = self._context.clock.now()
+        if self._heard is None:
+            self._heard = HeardAnswer(self._context.metrics.speech, self._admitted_at_s)
+            self._trace.add("first_audio")
+        self._heard.note_piece(length_s, now)
 
     def attempt_ended(self, attempt: Attempt) -> None:
         if attempt.plan is not None:
@@ -519,6 +532,10 @@ class Account:
         metrics.completion_tokens.inc(num_generated)
         metrics.prefix_hit_tokens.inc(num_cached)
         metrics.usage.observe(caller.tenant.name, caller.key_name, len(prompt.token_ids), num_cached, num_generated)
+        if self._heard is not None:
+            self._trace.note(**self._heard.facts())
+            if error is None:
+                self._heard.close()
         self._trace.add("aborted" if isinstance(error, Aborted) else "finished", code=code)
         self._trace.end(
             outcome=code,

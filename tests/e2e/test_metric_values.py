@@ -367,6 +367,30 @@ CHECKS: dict[str, Callable[[str], Check]] = {
 }
 
 ELSEWHERE = {
+    "weft_router_first_audio_seconds": (
+        "tests/unit/router/test_speech_series.py",
+        'value(registry, "first_audio_seconds_sum") == pytest.approx(0.5)',
+    ),
+    "weft_router_real_time_factor_ratio": (
+        "tests/unit/router/test_speech_series.py",
+        'value(registry, "real_time_factor_ratio_sum") == pytest.approx(2.5 / 4.32)',
+    ),
+    "weft_router_audio_gap_seconds": (
+        "tests/unit/router/test_speech_series.py",
+        'value(registry, "audio_gap_seconds_sum") == pytest.approx(2.0)',
+    ),
+    "weft_router_audio_piece_seconds": (
+        "tests/unit/router/test_speech_series.py",
+        'value(registry, "audio_piece_seconds_sum") == pytest.approx(4.32)',
+    ),
+    "weft_router_audio_underruns_total": (
+        "tests/unit/router/test_speech_series.py",
+        'value(registry, "audio_underruns_total") == 1',
+    ),
+    "weft_router_audio_seconds_total": (
+        "tests/unit/router/test_speech_series.py",
+        'value(registry, "audio_seconds_total") == pytest.approx(4.32)',
+    ),
     "weft_router_dispatch_errors_total": ("tests/fault/test_fault_busy.py", 'kind="encode"}\'] == len(late)'),
     "weft_router_frames_dropped_total": ("tests/unit/router/test_router_metrics.py", 'dropped("old_attempt") == 2'),
     "weft_router_fetch_seconds": (

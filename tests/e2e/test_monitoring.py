@@ -28,7 +28,7 @@ RATE_S = 20
 """Grafana would choose four scrape intervals; the load is short, so that a longer one sees more of it."""
 
 EMPTY = {
-    "weft-speech: .*": "Weft gives no speech yet",
+    "weft-speech: .*": "no answer of the load is spoken",
     "weft-workers: Drafts that were right: A": "speculation is off by default",
     "weft-router: Media that were degraded: A": "no encoding fails",
     "weft-router: Failed calls to members: A": "no member fails",
@@ -151,7 +151,6 @@ def test_a_panel_shows_something(name: str, watched: Watched) -> None:
     numbers = [float(value) for series in found for _, value in series["values"]]
     is_empty = not [each for each in numbers if not math.isnan(each)]
     assert not is_empty or is_listed(query)
-    assert is_empty or query.board != "weft-speech"
     assert not [each for each in numbers if each < 0], "no panel has negative values"
 
 
