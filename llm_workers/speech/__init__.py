@@ -1,16 +1,28 @@
 """Contains the models of the stages that make speech, for Qwen3-Omni.
 
-`code2wav_stage` is the stage that turns codec frames into samples; `code2wav_network` is its network, which runs in
-pieces. `speech_checkpoint` loads both from a checkpoint.
+`talker_stage` is the stage that turns the thinker's text into codec frames. `talker_prompt` says what its rows are made
+of, `talker_options` reads what the client chose, `talker_network` computes rows on paged attention, and
+`code_predictor` the codes of a frame behind the first. `code2wav_stage` is the stage that turns frames into samples;
+`code2wav_network` is its network, which runs in pieces. `stage_inputs` makes the input of each stage from the output of
+the one before it. `speech_checkpoint` loads the stages from a checkpoint.
 
 The stage's engine (`llm_workers.stages`) calls these models. They know nothing of connectors, threads and the router.
 """
 
 from llm_workers.speech.code2wav_stage import SAMPLE_RATE, Code2WavStage
-from llm_workers.speech.speech_checkpoint import load_code2wav
+from llm_workers.speech.speech_checkpoint import load_code2wav, load_talker, read_speech_config
+from llm_workers.speech.stage_inputs import talker_to_code2wav, thinker_to_talker
+from llm_workers.speech.talker_options import TalkerDefaults
+from llm_workers.speech.talker_stage import TalkerStage
 
 __all__ = [
     "SAMPLE_RATE",
     "Code2WavStage",
+    "TalkerDefaults",
+    "TalkerStage",
     "load_code2wav",
+    "load_talker",
+    "read_speech_config",
+    "talker_to_code2wav",
+    "thinker_to_talker",
 ]

@@ -42,6 +42,7 @@ LAYERS = frozenset(
         "Qwen3VLTextDecoderLayer",
         "Qwen3VLMoeTextDecoderLayer",
         "Qwen3OmniMoeThinkerTextDecoderLayer",
+        "Qwen3OmniMoeTalkerDecoderLayer",
     }
 )
 """Lists the classes of transformers 5.23 whose layers are norm, attention, sum, norm, MLP, sum, and whose rotary table
@@ -210,6 +211,7 @@ _GATED_MLPS = frozenset(
         "Qwen3VLTextMLP",
         "Qwen3VLMoeTextMLP",
         "Qwen3OmniMoeThinkerTextMLP",
+        "Qwen3OmniMoeMLP",
     }
 )
 

@@ -1,0 +1,89 @@
+"""Makes the input of the next stage from what a stage of Qwen3-Omni makes.
+
+A stage config names these functions by import path; the transfer adapter calls them in the engine's thread
+(`llm_workers.stages.NextStageInput`). `thinker_to_talker` hands tokens and hidden states on as they come.
+`talker_to_code2wav` collects frames: the first chunk is small, so that the sound begins early, and all later ones have
+the same size. In the sequential pipeline, both return one payload at the end.
+
+The module is pure, and knows nothing of tensors, connectors and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from llm_workers.stages import ChunkAccumulator, Payload, StageOutput
+
+CODEC_CHUNK_FRAMES = 25
+"""Is the size of a chunk of frames unless the stage config sets `codec_chunk_frames`: 2 s of sound."""
+LEAST_FIRST_FRAMES = 4
+"""Is the size of the first chunk while few requests run, unless the stage config sets `initial_codec_chunk_frames`."""
+_RUNNING_PER_FRAME = 2
+"""With more running requests than this many for each frame of the least first chunk, first chunks grow, because each
+chunk is a place in a batch of the next stage."""
+
+
+def thinker_to_talker(accumulator: ChunkAccumulator, output: StageOutput) -> Payload | None:
+    """Returns hidden states of the prompt's media (`prompt_hidden`, `prompt_hidden_at`) and generated tokens
+    (`token_ids`, `first_index`)."""
+    if accumulator.is_async:
+        is_empty = not _size(output.values, "token_ids") and not _size(output.values, "prompt_hidden")
+        return None if is_empty and not output.is_finished else output.values
+    accumulator.held.append(output)
+    if not output.is_finished:
+        return None
+    held = _taken(accumulator)
+    payload: dict[str, Any] = {}
+    for name in ("prompt_hidden", "prompt_hidden_at", "token_ids"):
+        if found := [values[name] for values in held if name in values]:
+            payload[name] = np.concatenate(found)
+    if first := [values["first_index"] for values in held if "first_index" in values]:
+        payload["first_index"] = first[0]
+    return payload
+
+
+def talker_to_code2wav(accumulator: ChunkAccumulator, output: StageOutput) -> Payload | None:
+    """Returns `codes`, int64 `(num_frames, num_groups)`, and `first_frame`, once there are enough frames for a
+    chunk."""
+    if output.num_outputs:
+        accumulator.held.append(output)
+    num_frames = sum(held.num_outputs for held in accumulator.held)
+    is_due = accumulator.is_async and num_frames >= _chunk_frames(accumulator)
+    if not (is_due or output.is_finished):
+        return None
+    held = _taken(accumulator)
+    if not held:
+        return {}
+    return {"codes": np.concatenate(_each(held, "codes")), "first_frame": held[0]["first_frame"]}
+
+
+def _chunk_frames(accumulator: ChunkAccumulator) -> int:
+    """Returns the size of the next chunk in frames."""
+    settings = accumulator.settings
+    size = int(settings.get("codec_chunk_frames", CODEC_CHUNK_FRAMES))
+    if accumulator.num_chunks:
+        return size
+    chosen = accumulator.request.options.get("initial_codec_chunk_frames")
+    if chosen is not None:
+        return min(size, int(chosen))
+    least = int(settings.get("initial_codec_chunk_frames", LEAST_FIRST_FRAMES))
+    return min(size, max(least, accumulator.num_running // _RUNNING_PER_FRAME))
+
+
+def _taken(accumulator: ChunkAccumulator) -> list[Payload]:
+    """Returns the values of the held outputs, which are then no longer held."""
+    held = [output.values for output in accumulator.held]
+    accumulator.held.clear()
+    return held
+
+
+def _each(held: Iterable[Payload], name: str) -> Sequence[Any]:
+    return [values[name] for values in held]
+
+
+def _size(values: Payload, name: str) -> int:
+    found = values.get(name)
+    return len(found) if isinstance(found, np.ndarray) else 0

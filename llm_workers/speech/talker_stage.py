@@ -1,0 +1,287 @@
+"""Implements the stage that turns the thinker's text into codec frames: `TalkerStage`, a `StageModel` of the kind `ar`.
+
+A unit is one row of the talker's sequence (`talker_prompt`). The row that is the last of the prompt makes the first
+frame, and each later row makes the next one: the talker draws the first code of the frame, and the code predictor the
+others. A step takes rows of many requests at once: parts of prompts, and one row of each request that speaks.
+
+The scheduler owns the KV blocks. A preempted request is computed again from its first row; the rows are made again of
+ids, codes and hidden states that the stage keeps, and a frame that was made is not drawn again. Draws depend on the
+request's seed, the frame and the group alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fabric.contracts import EngineFailed, InvalidRequest, PlaceholderRange, ProtocolError, StageKey, StageRequest
+from llm_workers.compute import PagedKV, SequenceRows, select_backend
+from llm_workers.sampling import sample_tokens
+from llm_workers.scheduling import NOT_FINITE_TOKEN
+from llm_workers.speech.talker_network import RowInputs, TalkerNetwork
+from llm_workers.speech.talker_options import TalkerDefaults, TalkerOptions
+from llm_workers.speech.talker_prompt import Ints, TalkerRows, TalkerTokens
+from llm_workers.stages import Payload, StageChunk, StageOutput, StageSpan
+from modalities.family import Family
+
+_NUM_SUPPRESSED = 1024
+"""Counts the ids at the end of the vocabulary that are not codes and are never drawn, except for the end of speech. The
+number is that of transformers' `generate`."""
+
+
+class TalkerSettings(NamedTuple):
+    """Holds what a talker reads from its checkpoint beside the weights."""
+
+    tokens: TalkerTokens
+    defaults: TalkerDefaults
+    family: Family
+    """Computes the positions of prompts with media."""
+
+
+class TalkerStage:
+    """Implements `StageModel` over a `TalkerNetwork`. Only the engine's thread may call it."""
+
+    def __init__(
+        self, network: TalkerNetwork, settings: TalkerSettings, pool: tuple[int, int], attention: str = "auto"
+    ) -> None:
+        """Allocates the KV pages; `pool` is (num_blocks, block_size). `attention` names the backend. Raises ConfigError
+        if that can't run."""
+        self._network, self._settings = network, settings
+        self.kv = PagedKV(network.num_layers, *pool, network.kv_heads, network.dtype, network.device)
+        self._backend = select_backend(attention, self.kv)
+        self._key_to_request: dict[StageKey, _SpokenRequest] = {}
+        suppressed = np.arange(network.vocab_size - _NUM_SUPPRESSED, network.vocab_size)
+        suppressed = suppressed[(suppressed >= 0) & (suppressed != settings.tokens.codec_eos)]
+        self._suppressed = torch.from_numpy(suppressed).to(network.device)
+
+    @property
+    def voices(self) -> tuple[str, ...]:
+        """Returns the names of the voices, in lower case."""
+        return self._settings.defaults.voices
+
+    @property
+    def num_states(self) -> int:
+        """Returns how many requests are open."""
+        return len(self._key_to_request)
+
+    def open(self, request: StageRequest) -> None:
+        """Takes a request in. Raises InvalidRequest for an unknown voice, an option out of range, or a prompt that has
+        no turn of the assistant, and ProtocolError if the call has no prompt or the key is open."""
+        if request.key in self._key_to_request:
+            raise ProtocolError(f"the request {request.key} is open already")
+        prompt = request.prompt
+        if prompt is None:
+            raise ProtocolError(f"the call of {request.key} at the talker has no prompt")
+        options = self._settings.defaults.options(request)
+        rows = TalkerRows(prompt, self._settings.tokens, options.speaker)
+        if prompt.token_ids and max(prompt.token_ids) >= self._network.text_vocab_size:
+            raise InvalidRequest("the prompt has tokens that the talker does not know")
+        positions = talker_positions(rows, request, self._settings.family)
+        codes = np.empty((0, self._network.num_groups), dtype=np.int64)
+        media = torch.empty((0, self._network.thinker_width), dtype=self._network.dtype)
+        self._key_to_request[request.key] = _SpokenRequest(options, rows, positions, codes, media)
+
+    def receive(self, chunk: StageChunk) -> None:
+        """Takes hidden rows of media (`prompt_hidden`, `prompt_hidden_at`), generated tokens (`token_ids`,
+        `first_index`), or both. Raises ProtocolError if they do not continue the request."""
+        request, payload = self._key_to_request[chunk.key], chunk.payload
+        if "prompt_hidden" in payload:
+            hidden = _hidden_rows(payload, self._network.thinker_width)
+            request.rows.add_media(_integers(payload, "prompt_hidden_at"))
+            request.media = torch.cat([request.media, hidden.to(request.media.dtype)])
+        token_ids = _integers(payload, "token_ids") if "token_ids" in payload else np.empty(0, dtype=np.int64)
+        if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._network.text_vocab_size:
+            raise ProtocolError(f"{chunk.key} has tokens that the talker does not know")
+        if "token_ids" in payload:
+            first = payload.get("first_index")
+            if not isinstance(first, int):
+                raise ProtocolError(f"chunk {chunk.number} of {chunk.key} has no first_index")
+            request.rows.add_text(token_ids.tolist(), first, is_last=chunk.is_last)
+        elif chunk.is_last:
+            request.rows.end_text()
+
+    def num_units_ready(self, key: StageKey) -> int:
+        request = self._key_to_request[key]
+        return request.rows.num_ready(len(request.codes))
+
+    def execute(self, spans: Sequence[StageSpan]) -> Mapping[StageKey, StageOutput]:
+        """Computes rows. Returns for each request whose next frame was due its `codes`, int64 `(1, num_groups)`, and
+        `first_frame`, or a finished output with no codes if the talker has ended the speech. Raises EngineFailed if the
+        logits of a request are not finite."""
+        network = self._network
+        requests = [self._key_to_request[span.key] for span in spans]
+        starts = np.cumsum([0, *(span.num_units for span in spans)])
+        rows = [
+            SequenceRows(int(at), span.start, span.num_units, span.block_ids)
+            for at, span in zip(starts, spans, strict=False)
+        ]
+        positions = [
+            request.positions_of(span.start, span.num_units) for request, span in zip(requests, spans, strict=True)
+        ]
+        # The rows that make a frame are finished. A step may have none; the layers then still need one row.
+        due = [index for index, span in enumerate(spans) if requests[index].is_due(span)]
+        wanted = starts[1:][due] - 1 if due else starts[1:2] - 1
+        with torch.inference_mode():
+            inputs = network.rows(_row_inputs(requests, spans, starts, network))
+            step = self._backend(self.kv, rows)
+            hidden = network.forward(inputs, np.concatenate(positions, axis=1), step, wanted)
+            made = self._frames(hidden, [requests[index] for index in due]) if due else []
+        return {spans[index].key: output for index, output in zip(due, made, strict=True)}
+
+    def is_complete(self, key: StageKey) -> bool:
+        return self._key_to_request[key].is_finished
+
+    def close(self, key: StageKey) -> None:
+        del self._key_to_request[key]
+
+    def _frames(self, hidden: torch.Tensor, requests: Sequence[_SpokenRequest]) -> list[StageOutput]:
+        """Draws the next frame of each request from its last hidden state, `(len(requests), hidden)`."""
+        network, tokens = self._network, self._settings.tokens
+        logits = network.logits(hidden)
+        _penalise(logits, requests)
+        logits.index_fill_(1, self._suppressed, float("-inf"))
+        first = sample_tokens(logits, [(each.options.first, 0, len(each.codes)) for each in requests])
+        ids = first.cpu().numpy()
+        if (ids == NOT_FINITE_TOKEN).any():
+            raise EngineFailed("the talker's logits are not finite")
+        is_spoken = np.array([not each.rows.is_silent for each in requests]) & (ids != tokens.codec_eos)
+        speaking = np.flatnonzero(is_spoken)
+        codes = np.empty((len(requests), network.num_groups), dtype=np.int64)
+        if len(speaking):
+            at = torch.from_numpy(speaking).to(network.device)
+            chosen = first.index_select(0, at)
+            draws = [(requests[row].options.residual, len(requests[row].codes)) for row in speaking.tolist()]
+
+            def choose(logits: torch.Tensor, group: int) -> torch.Tensor:
+                return sample_tokens(logits, [(params, group, frame) for params, frame in draws])
+
+            rest = network.predictor.predict(hidden.index_select(0, at), network.embed_first(chosen), choose)
+            if bool((rest == NOT_FINITE_TOKEN).any()):
+                raise EngineFailed("the code predictor's logits are not finite")
+            codes[speaking] = torch.cat([chosen[:, None], rest], dim=1).cpu().numpy()
+        return [
+            request.add(codes[row : row + 1] if is_spoken[row] else codes[:0]) for row, request in enumerate(requests)
+        ]
+
+
+@dataclass(slots=True)
+class _SpokenRequest:
+    """Holds the state of one open request, except for its KV."""
+
+    options: TalkerOptions
+    rows: TalkerRows
+    positions: Ints
+    """Holds the positions of the rows of the prompt. Has shape `(3, num_prompt_rows)`."""
+    codes: Ints
+    """Holds the frames so far. Has shape `(num_frames, num_groups)`."""
+    media: torch.Tensor
+    """Holds the thinker's hidden states at the media that have come, on the host."""
+    is_finished: bool = False
+    first_codes: set[int] = field(default_factory=set)
+
+    def positions_of(self, start: int, count: int) -> Ints:
+        """Returns the positions of the rows `[start, start + count)`, `(3, count)`. The rows behind the prompt follow
+        its largest position."""
+        known = self.positions[:, start : start + count]
+        index = np.arange(max(start, self.positions.shape[1]), start + count) - self.positions.shape[1]
+        following = self.positions.max() + 1 + index
+        return np.concatenate([known, np.broadcast_to(following, (3, len(following)))], axis=1)
+
+    def is_due(self, span: StageSpan) -> bool:
+        """Returns whether the last row of the span makes a frame that was not made before."""
+        frame = span.start + span.num_units - self.rows.num_prompt_rows
+        return frame == len(self.codes) and not self.is_finished
+
+    def add(self, codes: Ints) -> StageOutput:
+        """Adds the next frame, `(1, num_groups)`, or ends the speech if there is none, and returns the output."""
+        first = len(self.codes)
+        self.codes = np.concatenate([self.codes, codes])
+        self.first_codes.update(codes[:, 0].tolist())
+        self.is_finished = not len(codes) or len(self.codes) >= self.options.max_frames
+        return StageOutput({"codes": codes, "first_frame": first}, self.is_finished, len(codes))
+
+
+def talker_positions(rows: TalkerRows, request: StageRequest, family: Family) -> Ints:
+    """Returns the positions of the rows of a talker's prompt, `(3, num_prompt_rows)`: those that the family gives a
+    prompt of these rows, in which media keep their grids."""
+    prompt = request.prompt
+    assert prompt is not None
+    count = rows.num_prompt_rows
+    kept = frozenset(rows.user_at.tolist())
+    runs = [
+        PlaceholderRange(int(np.searchsorted(rows.user_at, run.offset)), run.length, run.item, run.unit, run.row)
+        for run in prompt.placeholders
+        if run.offset in kept
+    ]
+    if not runs:
+        return np.broadcast_to(np.arange(count, dtype=np.int64), (3, count))
+    return family.positions([0] * count, sorted(runs, key=lambda run: run.offset), prompt.media).ids
+
+
+def _row_inputs(
+    requests: Sequence[_SpokenRequest], spans: Sequence[StageSpan], starts: Ints, network: TalkerNetwork
+) -> RowInputs:
+    """Returns what the packed rows of a step are made of; the rows of span i begin at `starts[i]`."""
+    texts, heads, media, frames, frame_rows = [], [], [], [], []
+    for request, span, at in zip(requests, spans, starts, strict=False):
+        end, num_prompt = span.start + span.num_units, request.rows.num_prompt_rows
+        texts.append(request.rows.text_ids(span.start, end))
+        heads.append(request.rows.head_codes(span.start, end))
+        taken = request.rows.media_indexes(span.start, end)
+        if len(taken):
+            media.append(request.media[torch.from_numpy(taken)])
+        first = max(span.start, num_prompt)
+        if first < end:
+            frames.append(request.codes[first - num_prompt : end - num_prompt])
+            frame_rows.append(np.arange(first, end) - span.start + at)
+    none = np.empty(0, dtype=np.int64)
+    return RowInputs(
+        np.concatenate(texts),
+        np.concatenate(heads),
+        torch.cat(media) if media else torch.empty((0, network.thinker_width)),
+        np.concatenate(frames) if frames else np.empty((0, network.num_groups), dtype=np.int64),
+        np.concatenate(frame_rows) if frame_rows else none,
+    )
+
+
+def _penalise(logits: torch.Tensor, requests: Sequence[_SpokenRequest]) -> None:
+    """Applies the repetition penalty to the first codes that each request has drawn, in place."""
+    width = logits.shape[1]
+    pairs = [
+        (row * width + code, request.options.first.repetition_penalty)
+        for row, request in enumerate(requests)
+        if request.options.first.repetition_penalty != 1
+        for code in request.first_codes
+    ]
+    if not pairs:
+        return
+    at = torch.tensor([place for place, _ in pairs], device=logits.device)
+    penalties = torch.tensor([penalty for _, penalty in pairs], dtype=logits.dtype, device=logits.device)
+    values = logits.view(-1).index_select(0, at)
+    logits.view(-1).index_copy_(0, at, torch.where(values < 0, values * penalties, values / penalties))
+
+
+def _integers(payload: Payload, name: str) -> Ints:
+    values = payload.get(name)
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+        raise ProtocolError(f"{name} must be integers with one axis")
+    return values.astype(np.int64)
+
+
+def _hidden_rows(payload: Payload, width: int) -> torch.Tensor:
+    """Returns the hidden rows `(n, width)` of a payload, which are float32, or bfloat16 as uint16."""
+    values: Any = payload["prompt_hidden"]
+    at: Any = payload.get("prompt_hidden_at")
+    if not isinstance(values, np.ndarray) or values.ndim != 2 or values.shape[1] != width:
+        raise ProtocolError(f"prompt_hidden must have rows of {width} values")
+    if not isinstance(at, np.ndarray) or len(at) != len(values):
+        raise ProtocolError("prompt_hidden_at must have one position for each row of prompt_hidden")
+    copied: npt.NDArray[Any] = values.copy()
+    if values.dtype == np.uint16:
+        return torch.from_numpy(copied).view(torch.bfloat16)
+    return torch.from_numpy(copied.astype(np.float32))

@@ -1,0 +1,103 @@
+"""Tests the functions that make the input of the next stage of speech."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fabric.contracts import MemberId, RequestId, StageRequest
+from llm_workers.speech import talker_to_code2wav, thinker_to_talker
+from llm_workers.stages import ChunkAccumulator, StageOutput
+
+pytestmark = pytest.mark.torch
+
+
+def accumulator(is_async: bool = True, num_running: int = 1, **options: Any) -> ChunkAccumulator:
+    request = StageRequest(RequestId("r"), 0, MemberId("router"), "", 1, (0.0, "r"), options=options)
+    return ChunkAccumulator(request, is_async, {}, num_running=num_running)
+
+
+def sizes(held: ChunkAccumulator, num_frames: int, ends_with_frame: bool = False) -> list[int]:
+    """Sends frames one by one and returns the sizes of the chunks, after a check that they hold all frames in order."""
+    found: list[Any] = []
+    last = num_frames - 1 if ends_with_frame else num_frames
+    for index in range(last + 1):
+        codes = np.full((int(index < num_frames), 3), index, dtype=np.int64)
+        output = StageOutput({"codes": codes, "first_frame": index}, index == last, len(codes))
+        payload = talker_to_code2wav(held, output)
+        if payload is not None:
+            found.append(payload)
+            held.num_chunks += 1
+    full = [payload for payload in found if payload]
+    assert full == found[: len(full)]
+    np.testing.assert_array_equal(np.concatenate([each["codes"] for each in full])[:, 0], np.arange(num_frames))
+    starts = np.cumsum([0, *(len(each["codes"]) for each in full)])
+    assert [each["first_frame"] for each in full] == starts[:-1].tolist()
+    return [len(payload.get("codes", ())) for payload in found]
+
+
+def test_frames_are_collected_into_chunks_of_which_the_first_is_small() -> None:
+    assert sizes(accumulator(), 60) == [4, 25, 25, 6]
+    assert sizes(accumulator(), 54) == [4, 25, 25, 0]
+    assert sizes(accumulator(), 29, ends_with_frame=True) == [4, 25]
+    assert sizes(accumulator(), 2) == [2]
+
+
+def test_the_first_chunk_grows_with_the_load_and_later_ones_stay() -> None:
+    assert sizes(accumulator(num_running=10), 40) == [5, 25, 10]
+    assert sizes(accumulator(num_running=64), 60) == [25, 25, 10]
+
+
+def test_a_request_chooses_its_first_chunk() -> None:
+    assert sizes(accumulator(num_running=64, initial_codec_chunk_frames=1), 30) == [1, 25, 4]
+    assert sizes(accumulator(initial_codec_chunk_frames=99), 30) == [25, 5]
+
+
+def test_settings_of_the_stage_choose_the_sizes() -> None:
+    held = accumulator()
+    held.settings = {"codec_chunk_frames": 10, "initial_codec_chunk_frames": 2}
+    assert sizes(held, 15) == [2, 10, 3]
+
+
+def test_the_sequential_pipeline_sends_all_frames_at_the_end() -> None:
+    assert sizes(accumulator(is_async=False), 70) == [70]
+
+
+def test_speech_without_a_frame_ends_with_an_empty_payload() -> None:
+    codes = np.empty((0, 3), dtype=np.int64)
+    for is_async in (True, False):
+        held = accumulator(is_async)
+        assert talker_to_code2wav(held, StageOutput({"codes": codes, "first_frame": 0}, True)) == {}
+
+
+def thought() -> list[StageOutput]:
+    def rows(first: int) -> StageOutput:
+        return StageOutput({"prompt_hidden": np.full((2, 4), first), "prompt_hidden_at": np.arange(2) + first}, False)
+
+    def token(index: int, *ids: int, is_finished: bool = False) -> StageOutput:
+        return StageOutput({"token_ids": np.array(ids, dtype=np.int64), "first_index": index}, is_finished, len(ids))
+
+    return [rows(3), rows(9), token(0, 7), token(1), token(1, 8, 9), token(3, is_finished=True)]
+
+
+def test_what_the_thinker_makes_goes_on_at_once() -> None:
+    held = accumulator()
+    found: list[Any] = [thinker_to_talker(held, output) for output in thought()]
+    assert found[3] is None
+    assert [payload["token_ids"].tolist() for payload in found[2:] if payload] == [[7], [8, 9], []]
+    assert [payload["prompt_hidden_at"].tolist() for payload in found[:2]] == [[3, 4], [9, 10]]
+    assert held.held == []
+
+
+def test_the_sequential_pipeline_sends_all_that_the_thinker_made_at_the_end() -> None:
+    held = accumulator(is_async=False)
+    *before, last = [thinker_to_talker(held, output) for output in thought()]
+    assert before == [None] * 5
+    payload: Any = last
+    assert payload["prompt_hidden_at"].tolist() == [3, 4, 9, 10]
+    assert payload["prompt_hidden"].shape == (4, 4)
+    assert payload["token_ids"].tolist() == [7, 8, 9]
+    assert payload["first_index"] == 0
+    assert held.held == []
