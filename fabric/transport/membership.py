@@ -32,6 +32,7 @@ from fabric.contracts import (
     MemberId,
     PlaneMessage,
     RouterHeartbeat,
+    StageReport,
     WorkerReport,
 )
 from fabric.transport.message_plane import Plane
@@ -214,7 +215,7 @@ class RouterTable:
         """Maps each dispatch to the first report that acknowledges it, or to None until there is one."""
         self._has_news = False
         """Says whether a dispatch waits for its first acknowledgement."""
-        self._last: WorkerReport | EncoderReport | None = None
+        self._last: WorkerReport | EncoderReport | StageReport | None = None
         self._sent_at_s = -math.inf
 
     def heartbeat(self, message: RouterHeartbeat) -> bool:
@@ -276,7 +277,7 @@ class RouterTable:
         spacing_s = max((self._min_spacing_s, *self._spacings_s.values()))
         return max(0.0, self._sent_at_s + spacing_s - self._clock.now())
 
-    def needs(self, report: WorkerReport | EncoderReport) -> bool:
+    def needs(self, report: WorkerReport | EncoderReport | StageReport) -> bool:
         """Returns whether the routers should get this report: it says something new, or they have heard nothing for
         `BEAT_S`."""
         if not self._addresses:
@@ -285,13 +286,13 @@ class RouterTable:
             return True
         return msgspec.structs.replace(report, seq=self._last.seq) != self._last
 
-    def send_report(self, report: WorkerReport | EncoderReport) -> None:
+    def send_report(self, report: WorkerReport | EncoderReport | StageReport) -> None:
         """Sends the report to every router, with the acknowledgements that this router lacks."""
         self._last, self._sent_at_s, self._has_news = report, self._clock.now(), False
         for router_id in self._addresses:
             self.send_report_to(router_id, report)
 
-    def send_report_to(self, router_id: MemberId, report: WorkerReport | EncoderReport) -> None:
+    def send_report_to(self, router_id: MemberId, report: WorkerReport | EncoderReport | StageReport) -> None:
         """Sends the report to one router, as to one that is new."""
         unconfirmed = self._unconfirmed.get(router_id)
         if unconfirmed:

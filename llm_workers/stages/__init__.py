@@ -3,12 +3,14 @@
 `stage_model` defines what a stage's engine knows of the model that it runs. `thinker_outlet` hands what the thinker's
 engine makes to the next stage. `transfer_adapter` moves data between a stage and its connectors in the background;
 `chunk_adapter` is the adapter for chunks, with the bookkeeping of `chunk_inputs` and the bytes of `chunk_payload`.
-`stage_scheduler` decides what each step of a stage computes.
+`stage_scheduler` decides what each step of a stage computes, and `stage_engine` runs the thread that computes it.
+`stage_service` is one replica of a stage around that engine, with the `stage_settings`.
 """
 
 from llm_workers.stages.chunk_adapter import ChunkSettings, ChunkTransferAdapter
 from llm_workers.stages.chunk_inputs import ChunkInputs, ChunkPatience, Disposition, LoadedChunks
 from llm_workers.stages.chunk_payload import ChunkName, ReceivedChunk, decode_chunk, encode_chunk
+from llm_workers.stages.stage_engine import EndedStage, EngineOutput, StageEngine, StageNumbers, StageTally, StageUpdate
 from llm_workers.stages.stage_model import (
     ChunkAccumulator,
     NextStageInput,
@@ -28,6 +30,8 @@ from llm_workers.stages.stage_scheduler import (
     StageStatus,
     StageStep,
 )
+from llm_workers.stages.stage_service import StageService, to_int16
+from llm_workers.stages.stage_settings import StageSettings
 from llm_workers.stages.thinker_outlet import ChunkSender, ThinkerOutlet
 from llm_workers.stages.transfer_adapter import SaveRetries, SaveTask, TransferAdapter
 
@@ -42,6 +46,8 @@ __all__ = [
     "ChunkSource",
     "ChunkTransferAdapter",
     "Disposition",
+    "EndedStage",
+    "EngineOutput",
     "GenerationStageScheduler",
     "LoadedChunks",
     "NextStageInput",
@@ -51,15 +57,22 @@ __all__ = [
     "SaveRetries",
     "SaveTask",
     "StageChunk",
+    "StageEngine",
     "StageModel",
+    "StageNumbers",
     "StageOutput",
     "StageScheduler",
+    "StageService",
+    "StageSettings",
     "StageSpan",
     "StageStatus",
     "StageStep",
+    "StageTally",
+    "StageUpdate",
     "ThinkerOutlet",
     "TransferAdapter",
     "WorkerType",
     "decode_chunk",
     "encode_chunk",
+    "to_int16",
 ]

@@ -136,17 +136,20 @@ class ChunkTransferAdapter(TransferAdapter):
     # ------------------------------------------------------------ out
 
     def save_async(self, output: StageOutput, request: StageRequest) -> None:
-        """Takes the next output of an open request, makes a payload of it if one is due, and enqueues that. A finished
-        output is the last one. If the payload can't be made, the request fails: `on_saved` says so, and an error chunk
-        tells the next stage."""
+        """Does what `save` does."""
+        self.save(output, request)
+
+    def save(self, output: StageOutput, request: StageRequest) -> bool:
+        """Takes the next output of an open request, makes a payload of it if one is due, and enqueues that. Returns
+        whether a chunk was made. A finished output is the last one. If the payload can't be made, the request fails:
+        `on_saved` says so, and an error chunk tells the next stage."""
         with self._lock:
             held = self._outputs.get(request.key)
             if held is None or held.is_complete:
-                return
+                return False
             held.accumulator.num_running = self.num_running
             try:
-                self._accumulate(held, output)
-                return
+                return self._accumulate(held, output)
             except WeftError as failed:
                 error = failed
             except Exception as failed:
@@ -155,20 +158,15 @@ class ChunkTransferAdapter(TransferAdapter):
                 error = EngineFailed(f"the input of the next stage can't be made: {type(failed).__name__}")
             self.abort(request, ErrorInfo.of(error))
         self._on_saved(request.key, error)
+        return False
 
-    def num_sent(self, key: StageKey) -> int:
-        """Returns how many chunks an open request has made so far."""
-        with self._lock:
-            held = self._outputs.get(key)
-            return 0 if held is None else held.accumulator.num_chunks
-
-    def _accumulate(self, held: ChunkOutput, output: StageOutput) -> None:
+    def _accumulate(self, held: ChunkOutput, output: StageOutput) -> bool:
         make_payload = self._settings.make_payload
         if make_payload is None:
             raise ProtocolError("a request names a next stage, but the config has no function that makes its input")
         payload = make_payload(held.accumulator, output)
         if payload is None and not output.is_finished:
-            return
+            return False
         number = held.accumulator.num_chunks
         chunk = StageChunk(held.accumulator.request.key, number, output.is_finished, payload or {})
         task = self._task(held, chunk)
@@ -176,6 +174,7 @@ class ChunkTransferAdapter(TransferAdapter):
         held.is_complete = output.is_finished
         held.tasks[number] = task
         self._enqueue(task)
+        return True
 
     def _task(self, held: ChunkOutput, chunk: StageChunk, error: ErrorInfo | None = None) -> SaveTask:
         request = held.accumulator.request

@@ -80,7 +80,8 @@ class StageModel(Protocol):
     def execute(self, spans: Sequence[StageSpan]) -> Mapping[StageKey, StageOutput]:
         """Computes a batch and returns the outputs of those requests that made one. A request that was preempted is
         computed again from unit 0; it makes each output once, and the same values as without the preemption. A failure
-        of the whole batch raises; the engine then tries each request alone."""
+        of the whole batch raises; the engine then tries each request alone, so a call that raises has made no output
+        and has moved no request on."""
         ...
 
     def is_complete(self, key: StageKey) -> bool:

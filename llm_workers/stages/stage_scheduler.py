@@ -122,6 +122,10 @@ class StageScheduler(ABC):
     def __contains__(self, key: object) -> bool:
         return key in self._sequences
 
+    def keys(self, status: StageStatus) -> list[StageKey]:
+        """Returns the requests in a state."""
+        return [key for key, each in self._sequences.items() if each.state is status]
+
     def count(self, state: StageStatus) -> int:
         """Returns how many requests are in a state."""
         return sum(each.state is state for each in self._sequences.values())
