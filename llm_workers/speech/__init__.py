@@ -1,7 +1,7 @@
 """Contains the models of the stages that make speech, for Qwen3-Omni.
 
-`talker_stage` is the stage that turns the thinker's text into codec frames. `talker_prompt` says what its rows are made
-of, `talker_options` reads what the client chose, `talker_network` computes rows on paged attention, and
+`talker_stage` is the stage that turns the thinker's text into codec frames. `row_ids` defines what it knows of its
+rows, `talker_prompt` says what they are made of, `talker_options` reads what the client chose, `talker_network` computes rows on paged attention, and
 `code_predictor` the codes of a frame behind the first. `code2wav_stage` is the stage that turns frames into samples;
 `code2wav_network` is its network, which runs in pieces. `stage_inputs` makes the input of each stage from the output of
 the one before it. `speech_checkpoint` loads the stages from a checkpoint.

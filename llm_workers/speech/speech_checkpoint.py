@@ -18,7 +18,7 @@ from llm_workers.speech.code2wav_network import Code2WavNetwork
 from llm_workers.speech.code2wav_stage import Code2WavStage
 from llm_workers.speech.talker_network import TalkerNetwork
 from llm_workers.speech.talker_options import TalkerDefaults
-from llm_workers.speech.talker_prompt import TalkerTokens
+from llm_workers.speech.talker_prompt import TalkerRows, TalkerTokens
 from llm_workers.speech.talker_stage import TalkerSettings, TalkerStage
 from modalities.checkpoint_files import read_json_if_present, read_quantisation
 from modalities.checkpoint_tensors import open_tensors
@@ -28,6 +28,9 @@ from modalities.torch_dtypes import torch_dtype
 
 _MODEL_TYPE = "qwen3_omni_moe"
 _TEXT_EMBEDDINGS = "thinker.model.embed_tokens.weight"
+_NUM_SUPPRESSED = 1024
+"""Counts the ids at the end of the talker's vocabulary that are not codes and are never drawn, except for the end of
+speech. The number is that of transformers' `generate`."""
 _EXPERTS = "grouped_mm"
 """Names the implementation of experts in transformers that computes all of them in one product, as for the thinker."""
 
@@ -42,8 +45,16 @@ def load_talker(
     config = read_speech_config(model_dir)
     talker = config.talker_config
     generation = read_json_if_present(model_dir / "generation_config.json")
+    tokens, vocab_size = _tokens(config, generation), talker.text_config.vocab_size
     settings = TalkerSettings(
-        _tokens(config, generation), TalkerDefaults.of(talker.speaker_id, generation), REGISTRY.load_family(model_dir)
+        new_rows=lambda prompt, speaker: TalkerRows(prompt, tokens, speaker),
+        codec_ends=frozenset([tokens.codec_eos]),
+        suppressed=[
+            code for code in range(max(0, vocab_size - _NUM_SUPPRESSED), vocab_size) if code != tokens.codec_eos
+        ],
+        prompt_codes=frozenset(),
+        defaults=TalkerDefaults.of(talker.speaker_id, generation),
+        family=REGISTRY.load_family(model_dir),
     )
     _register_expert_names()
     names = PartNames({r"^talker\.": ""}, (r"^thinker\.", r"^code2wav\."))

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from llm_workers.speech.code_predictor import CodePredictor
-from llm_workers.speech.talker_prompt import NONE, Ints
+from llm_workers.speech.code_predictor import Choose, CodePredictor
+from llm_workers.speech.row_ids import NONE, Ints
 from modalities.families.causal_lm.fused_layers import fused
 from modalities.families.causal_lm.language_model import TextModel
 
@@ -24,11 +24,13 @@ class RowInputs(NamedTuple):
     """Holds what the packed input rows of a step are made of. Each row is the sum of its parts."""
 
     text_ids: Ints
-    """Holds the thinker's token id of each row, NONE for the rows of media. Has shape `(num_rows,)`."""
+    """Holds the thinker's token id of each row or NONE. Has shape `(num_rows,)`."""
     head_codes: Ints
     """Holds the codec's special id of each row or NONE. Has shape `(num_rows,)`."""
-    media: torch.Tensor
-    """Holds the thinker's hidden states of the rows of media, in order. Has shape `(num_media_rows, thinker_hidden)`"""
+    hidden: torch.Tensor
+    """Holds hidden states of the thinker. Has shape `(num_hidden, thinker_hidden)`."""
+    hidden_rows: Ints
+    """Holds the row of each of them. Has shape `(num_hidden,)`."""
     frames: Ints
     """Holds the codes of the frames that rows continue, in order. Has shape `(num_frames, num_groups)`."""
     frame_rows: Ints
@@ -45,7 +47,7 @@ class TalkerNetwork:
         self._codec_embedding = part.model.codec_embedding
         self._text_projection, self._hidden_projection = part.text_projection, part.hidden_projection
         self._text_embeddings = text_embeddings
-        self.predictor = CodePredictor(part.code_predictor)
+        self._predictor = CodePredictor(part.code_predictor)
         self.device, self.dtype = self._backbone.device, self._backbone.dtype
         text_config = part.config.text_config
         self.num_layers: int = text_config.num_hidden_layers
@@ -62,16 +64,16 @@ class TalkerNetwork:
         texts: torch.Tensor = self._text_projection(functional.embedding(self._put(ids), self._text_embeddings))
         hidden = texts.new_empty((len(inputs.text_ids), texts.shape[1]))
         hidden.index_copy_(0, self._rows_where(inputs.text_ids != NONE), texts.index_select(0, self._put(places)))
-        if len(inputs.media):
-            media = self._hidden_projection(inputs.media.to(self.device, self.dtype))
-            hidden.index_copy_(0, self._rows_where(inputs.text_ids == NONE), media)
+        if len(inputs.hidden):
+            media = self._hidden_projection(inputs.hidden.to(self.device, self.dtype))
+            hidden.index_copy_(0, self._put(inputs.hidden_rows), media)
         is_head = inputs.head_codes != NONE
         if is_head.any():
             heads = self._codec_embedding(self._put(inputs.head_codes[is_head]))
             hidden.index_add_(0, self._rows_where(is_head), heads)
         if len(inputs.frames):
             codes = self._put(inputs.frames)
-            frames = self._codec_embedding(codes[:, 0]) + self.predictor.embed(codes[:, 1:])
+            frames = self._codec_embedding(codes[:, 0]) + self._predictor.embed(codes[:, 1:])
             hidden.index_add_(0, self._put(inputs.frame_rows), frames)
         return hidden
 
@@ -87,10 +89,11 @@ class TalkerNetwork:
         """Returns the float32 logits of the first code, `(n, vocab)`."""
         return self._backbone.logits(hidden)
 
-    def embed_first(self, codes: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings of first codes, `(n, hidden)`."""
-        embedded: torch.Tensor = self._codec_embedding(codes)
-        return embedded
+    @torch.inference_mode()
+    def other_codes(self, hidden: torch.Tensor, first: torch.Tensor, choose: Choose) -> torch.Tensor:
+        """Returns the codes behind the first of each frame, int64 `(n, num_groups - 1)`. `hidden` holds the last hidden
+        states `(n, hidden)`, and `first` the first codes `(n,)`."""
+        return self._predictor.predict(hidden, self._codec_embedding(first), choose)
 
     def _put(self, values: Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)

@@ -18,13 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from fabric.contracts import InvalidRequest, PlaceholderRange, ProtocolError, StagePrompt
+from fabric.contracts import InvalidRequest, ProtocolError, StagePrompt
+from llm_workers.speech.row_ids import NONE, Ints, RowParts, media_positions
 
-Ints = npt.NDArray[np.int64]
-NONE = -1
-"""Stands where a row has no id."""
 _NUM_MARKS = 3
 """Counts the tokens of `<|im_start|>assistant\\n`, which stand before the answer."""
 _NUM_PADS = 4
@@ -79,9 +76,9 @@ class TalkerRows:
         """Returns whether the answer has ended without a token to speak."""
         return self.is_text_finished and len(self._answer) <= _NUM_MARKS
 
-    def add_media(self, positions: Ints) -> None:
-        """Notes that the hidden rows of these positions of the thinker's prompt have come. Raises ProtocolError if they
-        are not the next ones."""
+    def add_hidden(self, positions: Ints) -> None:
+        """Notes that the thinker's hidden states at these positions have come. Raises ProtocolError if they are not
+        those of the next media."""
         end = self._num_media + len(positions)
         if not np.array_equal(positions, self._media_at[self._num_media : end]):
             raise ProtocolError(f"hidden rows came for other positions than the media's next {len(positions)}")
@@ -115,26 +112,16 @@ class TalkerRows:
             return num_users + (len(self._answer) if len(self._answer) < _NUM_MARKS else len(self._head_codes) - 1)
         return self.num_prompt_rows + min(num_frames, len(self._answer) - _NUM_MARKS - 1)
 
-    def text_ids(self, start: int, end: int) -> Ints:
-        """Returns the ids of the text of the rows `[start, end)`, which must be ready: int64 `(end - start,)`, NONE
-        where a row is a medium's."""
-        return np.array([self._text_id(row) for row in range(start, end)], dtype=np.int64)
-
-    def head_codes(self, start: int, end: int) -> Ints:
-        """Returns the codec's special ids that are added to the rows `[start, end)`: int64 `(end - start,)`, NONE where
-        there is none."""
+    def parts(self, start: int, end: int) -> RowParts:
+        """Returns what the rows `[start, end)`, which must be ready, are made of, except for codes of frames."""
+        texts = np.array([self._text_id(row) for row in range(start, end)], dtype=np.int64)
         first = len(self.user_at)
-        found = np.full(end - start, NONE, dtype=np.int64)
+        codes = np.full(end - start, NONE, dtype=np.int64)
         begin, stop = max(start, first), min(end, self.num_prompt_rows)
         if begin < stop:
-            found[begin - start : stop - start] = self._head_codes[begin - first : stop - first]
-        return found
-
-    def media_indexes(self, start: int, end: int) -> Ints:
-        """Returns which of the hidden rows that have come the media's rows in `[start, end)` take, ascending."""
-        at = self.user_at[start:end]
-        found: Ints = np.searchsorted(self._media_at, at[self._user_ids[start:end] == NONE])
-        return found
+            codes[begin - start : stop - start] = self._head_codes[begin - first : stop - first]
+        hidden_rows = np.flatnonzero(self._user_ids[start:end] == NONE)
+        return RowParts(texts, codes, hidden_rows, np.searchsorted(self._media_at, self.user_at[hidden_rows + start]))
 
     def _text_id(self, row: int) -> int:
         if row < len(self.user_at):
@@ -160,12 +147,6 @@ def user_positions(ids: Ints, tokens: TalkerTokens) -> Ints:
     starts = np.maximum.accumulate(np.where(ids == tokens.im_start, at, 0))
     roles = ids[np.minimum(starts + 1, len(ids) - 1)]
     return np.flatnonzero(roles == tokens.user)
-
-
-def media_positions(placeholders: Sequence[PlaceholderRange]) -> Ints:
-    """Returns the positions that media fill, in ascending order."""
-    runs = [np.arange(run.offset, run.end, dtype=np.int64) for run in placeholders]
-    return np.sort(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int64)
 
 
 def _answer_start(ids: Ints, tokens: TalkerTokens) -> int:

@@ -11,43 +11,73 @@ request's seed, the frame and the group alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from fabric.contracts import EngineFailed, InvalidRequest, PlaceholderRange, ProtocolError, StageKey, StageRequest
+from fabric.contracts import (
+    EngineFailed,
+    InvalidRequest,
+    PlaceholderRange,
+    ProtocolError,
+    StageKey,
+    StagePrompt,
+    StageRequest,
+)
 from llm_workers.compute import PagedKV, SequenceRows, select_backend
 from llm_workers.sampling import sample_tokens
 from llm_workers.scheduling import NOT_FINITE_TOKEN
-from llm_workers.speech.talker_network import RowInputs, TalkerNetwork
+from llm_workers.speech.code_predictor import Choose
+from llm_workers.speech.row_ids import Ints, RowBook
+from llm_workers.speech.talker_network import RowInputs
 from llm_workers.speech.talker_options import TalkerDefaults, TalkerOptions
-from llm_workers.speech.talker_prompt import Ints, TalkerRows, TalkerTokens
 from llm_workers.stages import Payload, StageChunk, StageOutput, StageSpan
 from modalities.family import Family
-
-_NUM_SUPPRESSED = 1024
-"""Counts the ids at the end of the vocabulary that are not codes and are never drawn, except for the end of speech. The
-number is that of transformers' `generate`."""
 
 
 class TalkerSettings(NamedTuple):
     """Holds what a talker reads from its checkpoint beside the weights."""
 
-    tokens: TalkerTokens
+    new_rows: Callable[[StagePrompt, int], RowBook]
+    """Makes the rows of a request of the thinker's prompt and the id of the voice. Raises InvalidRequest."""
+    codec_ends: frozenset[int]
+    """Holds the first codes that end the speech."""
+    suppressed: Sequence[int]
+    """Holds the first codes that are never drawn."""
+    prompt_codes: frozenset[int]
+    """Holds the ids of the codec to which the repetition penalty applies from the beginning."""
     defaults: TalkerDefaults
     family: Family
     """Computes the positions of prompts with media."""
 
 
+class SpeechNetwork(Protocol):
+    """A `SpeechNetwork` holds the weights of a talker. `talker_network` describes the calls."""
+
+    device: torch.device
+    dtype: torch.dtype
+    num_layers: int
+    kv_heads: tuple[int, int]
+    num_groups: int
+    """Counts the codes of a frame."""
+    text_vocab_size: int
+    thinker_width: int
+
+    def rows(self, inputs: RowInputs) -> torch.Tensor: ...
+    def forward(self, rows: torch.Tensor, positions: Ints, attention: Any, wanted: Ints) -> torch.Tensor: ...
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def other_codes(self, hidden: torch.Tensor, first: torch.Tensor, choose: Choose) -> torch.Tensor: ...
+
+
 class TalkerStage:
-    """Implements `StageModel` over a `TalkerNetwork`. Only the engine's thread may call it."""
+    """Implements `StageModel` over a `SpeechNetwork`. Only the engine's thread may call it."""
 
     def __init__(
-        self, network: TalkerNetwork, settings: TalkerSettings, pool: tuple[int, int], attention: str = "auto"
+        self, network: SpeechNetwork, settings: TalkerSettings, pool: tuple[int, int], attention: str = "auto"
     ) -> None:
         """Allocates the KV pages; `pool` is (num_blocks, block_size). `attention` names the backend. Raises ConfigError
         if that can't run."""
@@ -55,9 +85,7 @@ class TalkerStage:
         self.kv = PagedKV(network.num_layers, *pool, network.kv_heads, network.dtype, network.device)
         self._backend = select_backend(attention, self.kv)
         self._key_to_request: dict[StageKey, _SpokenRequest] = {}
-        suppressed = np.arange(network.vocab_size - _NUM_SUPPRESSED, network.vocab_size)
-        suppressed = suppressed[(suppressed >= 0) & (suppressed != settings.tokens.codec_eos)]
-        self._suppressed = torch.from_numpy(suppressed).to(network.device)
+        self._suppressed = torch.tensor(list(settings.suppressed), dtype=torch.int64, device=network.device)
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -78,22 +106,23 @@ class TalkerStage:
         if prompt is None:
             raise ProtocolError(f"the call of {request.key} at the talker has no prompt")
         options = self._settings.defaults.options(request)
-        rows = TalkerRows(prompt, self._settings.tokens, options.speaker)
+        rows = self._settings.new_rows(prompt, options.speaker)
         if prompt.token_ids and max(prompt.token_ids) >= self._network.text_vocab_size:
             raise InvalidRequest("the prompt has tokens that the talker does not know")
         positions = talker_positions(rows, request, self._settings.family)
         codes = np.empty((0, self._network.num_groups), dtype=np.int64)
-        media = torch.empty((0, self._network.thinker_width), dtype=self._network.dtype)
-        self._key_to_request[request.key] = _SpokenRequest(options, rows, positions, codes, media)
+        hidden = torch.empty((0, self._network.thinker_width), dtype=self._network.dtype)
+        penalised = set(self._settings.prompt_codes)
+        self._key_to_request[request.key] = _SpokenRequest(options, rows, positions, codes, hidden, penalised)
 
     def receive(self, chunk: StageChunk) -> None:
-        """Takes hidden rows of media (`prompt_hidden`, `prompt_hidden_at`), generated tokens (`token_ids`,
+        """Takes hidden states of the thinker (`prompt_hidden`, `prompt_hidden_at`), generated tokens (`token_ids`,
         `first_index`), or both. Raises ProtocolError if they do not continue the request."""
         request, payload = self._key_to_request[chunk.key], chunk.payload
         if "prompt_hidden" in payload:
             hidden = _hidden_rows(payload, self._network.thinker_width)
-            request.rows.add_media(_integers(payload, "prompt_hidden_at"))
-            request.media = torch.cat([request.media, hidden.to(request.media.dtype)])
+            request.rows.add_hidden(_integers(payload, "prompt_hidden_at"))
+            request.hidden = torch.cat([request.hidden, hidden.to(request.hidden.dtype)])
         token_ids = _integers(payload, "token_ids") if "token_ids" in payload else np.empty(0, dtype=np.int64)
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._network.text_vocab_size:
             raise ProtocolError(f"{chunk.key} has tokens that the talker does not know")
@@ -127,7 +156,7 @@ class TalkerStage:
         due = [index for index, span in enumerate(spans) if requests[index].is_due(span)]
         wanted = starts[1:][due] - 1 if due else starts[1:2] - 1
         with torch.inference_mode():
-            inputs = network.rows(_row_inputs(requests, spans, starts, network))
+            inputs = network.rows(_row_inputs(requests, spans, starts))
             step = self._backend(self.kv, rows)
             hidden = network.forward(inputs, np.concatenate(positions, axis=1), step, wanted)
             made = self._frames(hidden, [requests[index] for index in due]) if due else []
@@ -141,7 +170,7 @@ class TalkerStage:
 
     def _frames(self, hidden: torch.Tensor, requests: Sequence[_SpokenRequest]) -> list[StageOutput]:
         """Draws the next frame of each request from its last hidden state, `(len(requests), hidden)`."""
-        network, tokens = self._network, self._settings.tokens
+        network, settings = self._network, self._settings
         logits = network.logits(hidden)
         _penalise(logits, requests)
         logits.index_fill_(1, self._suppressed, float("-inf"))
@@ -149,7 +178,7 @@ class TalkerStage:
         ids = first.cpu().numpy()
         if (ids == NOT_FINITE_TOKEN).any():
             raise EngineFailed("the talker's logits are not finite")
-        is_spoken = np.array([not each.rows.is_silent for each in requests]) & (ids != tokens.codec_eos)
+        is_spoken = ~np.isin(ids, list(settings.codec_ends)) & [not each.rows.is_silent for each in requests]
         speaking = np.flatnonzero(is_spoken)
         codes = np.empty((len(requests), network.num_groups), dtype=np.int64)
         if len(speaking):
@@ -160,9 +189,9 @@ class TalkerStage:
             def choose(logits: torch.Tensor, group: int) -> torch.Tensor:
                 return sample_tokens(logits, [(params, group, frame) for params, frame in draws])
 
-            rest = network.predictor.predict(hidden.index_select(0, at), network.embed_first(chosen), choose)
+            rest = network.other_codes(hidden.index_select(0, at), chosen, choose)
             if bool((rest == NOT_FINITE_TOKEN).any()):
-                raise EngineFailed("the code predictor's logits are not finite")
+                raise EngineFailed("the talker's logits are not finite")
             codes[speaking] = torch.cat([chosen[:, None], rest], dim=1).cpu().numpy()
         return [
             request.add(codes[row : row + 1] if is_spoken[row] else codes[:0]) for row, request in enumerate(requests)
@@ -174,15 +203,16 @@ class _SpokenRequest:
     """Holds the state of one open request, except for its KV."""
 
     options: TalkerOptions
-    rows: TalkerRows
+    rows: RowBook
     positions: Ints
     """Holds the positions of the rows of the prompt. Has shape `(3, num_prompt_rows)`."""
     codes: Ints
     """Holds the frames so far. Has shape `(num_frames, num_groups)`."""
-    media: torch.Tensor
-    """Holds the thinker's hidden states at the media that have come, on the host."""
+    hidden: torch.Tensor
+    """Holds the thinker's hidden states that have come, on the host."""
+    penalised: set[int]
+    """Holds the first codes to which the repetition penalty applies."""
     is_finished: bool = False
-    first_codes: set[int] = field(default_factory=set)
 
     def positions_of(self, start: int, count: int) -> Ints:
         """Returns the positions of the rows `[start, start + count)`, `(3, count)`. The rows behind the prompt follow
@@ -201,12 +231,12 @@ class _SpokenRequest:
         """Adds the next frame, `(1, num_groups)`, or ends the speech if there is none, and returns the output."""
         first = len(self.codes)
         self.codes = np.concatenate([self.codes, codes])
-        self.first_codes.update(codes[:, 0].tolist())
+        self.penalised.update(codes[:, 0].tolist())
         self.is_finished = not len(codes) or len(self.codes) >= self.options.max_frames
         return StageOutput({"codes": codes, "first_frame": first}, self.is_finished, len(codes))
 
 
-def talker_positions(rows: TalkerRows, request: StageRequest, family: Family) -> Ints:
+def talker_positions(rows: RowBook, request: StageRequest, family: Family) -> Ints:
     """Returns the positions of the rows of a talker's prompt, `(3, num_prompt_rows)`: those that the family gives a
     prompt of these rows, in which media keep their grids."""
     prompt = request.prompt
@@ -223,40 +253,37 @@ def talker_positions(rows: TalkerRows, request: StageRequest, family: Family) ->
     return family.positions([0] * count, sorted(runs, key=lambda run: run.offset), prompt.media).ids
 
 
-def _row_inputs(
-    requests: Sequence[_SpokenRequest], spans: Sequence[StageSpan], starts: Ints, network: TalkerNetwork
-) -> RowInputs:
+def _row_inputs(requests: Sequence[_SpokenRequest], spans: Sequence[StageSpan], starts: Ints) -> RowInputs:
     """Returns what the packed rows of a step are made of; the rows of span i begin at `starts[i]`."""
-    texts, heads, media, frames, frame_rows = [], [], [], [], []
+    texts, heads, hidden, hidden_rows, frames, frame_rows = [], [], [], [], [], []
     for request, span, at in zip(requests, spans, starts, strict=False):
         end, num_prompt = span.start + span.num_units, request.rows.num_prompt_rows
-        texts.append(request.rows.text_ids(span.start, end))
-        heads.append(request.rows.head_codes(span.start, end))
-        taken = request.rows.media_indexes(span.start, end)
-        if len(taken):
-            media.append(request.media[torch.from_numpy(taken)])
+        parts = request.rows.parts(span.start, end)
+        texts.append(parts.text_ids)
+        heads.append(parts.codes)
+        hidden.append(request.hidden[torch.from_numpy(parts.hidden_indexes)])
+        hidden_rows.append(parts.hidden_rows + at)
         first = max(span.start, num_prompt)
-        if first < end:
-            frames.append(request.codes[first - num_prompt : end - num_prompt])
-            frame_rows.append(np.arange(first, end) - span.start + at)
-    none = np.empty(0, dtype=np.int64)
+        frames.append(request.codes[first - num_prompt : end - num_prompt] if first < end else request.codes[:0])
+        frame_rows.append(np.arange(first, end, dtype=np.int64) - span.start + at)
     return RowInputs(
         np.concatenate(texts),
         np.concatenate(heads),
-        torch.cat(media) if media else torch.empty((0, network.thinker_width)),
-        np.concatenate(frames) if frames else np.empty((0, network.num_groups), dtype=np.int64),
-        np.concatenate(frame_rows) if frame_rows else none,
+        torch.cat(hidden),
+        np.concatenate(hidden_rows),
+        np.concatenate(frames),
+        np.concatenate(frame_rows),
     )
 
 
 def _penalise(logits: torch.Tensor, requests: Sequence[_SpokenRequest]) -> None:
-    """Applies the repetition penalty to the first codes that each request has drawn, in place."""
+    """Applies the repetition penalty in place."""
     width = logits.shape[1]
     pairs = [
         (row * width + code, request.options.first.repetition_penalty)
         for row, request in enumerate(requests)
         if request.options.first.repetition_penalty != 1
-        for code in request.first_codes
+        for code in request.penalised
     ]
     if not pairs:
         return

@@ -115,7 +115,7 @@ def test_hidden_rows_may_be_bfloat16(talker: TalkerStage) -> None:
     talker.open(call)
     payload = {"prompt_hidden": rows.view(torch.uint16).numpy(), "prompt_hidden_at": np.array([0, 1])}
     talker.receive(StageChunk(call.key, 0, False, payload))
-    assert torch.equal(talker._key_to_request[call.key].media, rows.float())
+    assert torch.equal(talker._key_to_request[call.key].hidden, rows.float())
     talker.close(call.key)
 
 

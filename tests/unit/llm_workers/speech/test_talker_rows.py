@@ -18,7 +18,8 @@ from fabric.contracts import (
     StageRequest,
 )
 from llm_workers.speech import TalkerDefaults
-from llm_workers.speech.talker_prompt import NONE, TalkerRows, TalkerTokens
+from llm_workers.speech.row_ids import NONE
+from llm_workers.speech.talker_prompt import TalkerRows, TalkerTokens
 
 pytestmark = pytest.mark.torch
 
@@ -44,11 +45,11 @@ def test_the_rows_are_the_users_turns_and_the_beginning_of_the_answer() -> None:
     rows.add_text([7, 8], 0, is_last=False)
     assert rows.user_at.tolist() == [*range(6, 12), *range(18, 25)]
     assert rows.num_prompt_rows == 13 + 9
-    texts = rows.text_ids(0, rows.num_prompt_rows).tolist()
+    texts = rows.parts(0, rows.num_prompt_rows).text_ids.tolist()
     assert texts == [*user(2), *user(4, 5), *TAIL, PAD, PAD, PAD, PAD, BEGIN, 7]
-    codes = rows.head_codes(0, rows.num_prompt_rows).tolist()
+    codes = rows.parts(0, rows.num_prompt_rows).codes.tolist()
     assert codes == [NONE] * 16 + [203, 204, 205, VOICE, 201, 202]
-    assert rows.head_codes(18, 25).tolist() == [205, VOICE, 201, 202, NONE, NONE, NONE]
+    assert rows.parts(18, 25).codes.tolist() == [205, VOICE, 201, 202, NONE, NONE, NONE]
 
 
 def test_text_is_followed_by_its_end_once_and_by_pads() -> None:
@@ -56,21 +57,21 @@ def test_text_is_followed_by_its_end_once_and_by_pads() -> None:
     rows.add_text([7, 8, 9], 0, is_last=False)
     rows.add_text([END], 3, is_last=True)
     first = rows.num_prompt_rows
-    assert rows.text_ids(first - 1, first + 5).tolist() == [7, 8, 9, FINISH, PAD, PAD]
+    assert rows.parts(first - 1, first + 5).text_ids.tolist() == [7, 8, 9, FINISH, PAD, PAD]
 
 
 def test_rows_are_ready_as_their_parts_come() -> None:
     rows = rows_of(user(MEDIUM, MEDIUM, 2, MEDIUM), TAIL, media=((3, 2), (6, 1)))
     assert rows.num_ready(0) == 3
-    rows.add_media(np.array([3]))
+    rows.add_hidden(np.array([3]))
     assert rows.num_ready(0) == 4
-    rows.add_media(np.array([4]))
+    rows.add_hidden(np.array([4]))
     assert rows.num_ready(0) == 6
-    rows.add_media(np.array([6]))
+    rows.add_hidden(np.array([6]))
     count = rows.num_prompt_rows
     assert rows.num_ready(0) == count - 1
-    assert rows.media_indexes(0, count).tolist() == [0, 1, 2]
-    assert rows.media_indexes(4, count).tolist() == [1, 2]
+    assert rows.parts(0, count).hidden_indexes.tolist() == [0, 1, 2]
+    assert rows.parts(4, count).hidden_indexes.tolist() == [1, 2]
     rows.add_text([7], 0, is_last=False)
     assert [rows.num_ready(frames) for frames in (0, 1)] == [count, count]
     rows.add_text([8], 1, is_last=False)
@@ -84,7 +85,7 @@ def test_the_text_ends_at_its_first_end_token() -> None:
     rows.add_text([7, END, 8], 0, is_last=False)
     rows.add_text([9], 3, is_last=True)
     first = rows.num_prompt_rows
-    assert rows.text_ids(first - 1, first + 2).tolist() == [7, FINISH, PAD]
+    assert rows.parts(first - 1, first + 2).text_ids.tolist() == [7, FINISH, PAD]
     assert not rows.is_silent
     silent = rows_of(user(2), TAIL)
     silent.add_text([END], 0, is_last=True)
@@ -95,22 +96,22 @@ def test_an_answer_that_the_prompt_begins_is_spoken_from_its_beginning() -> None
     rows = rows_of(user(2), [*TAIL, 5, 6])
     rows.add_text([7], 0, is_last=True)
     first = rows.num_prompt_rows
-    assert rows.text_ids(first - 1, first + 3).tolist() == [5, 6, 7, FINISH]
+    assert rows.parts(first - 1, first + 3).text_ids.tolist() == [5, 6, 7, FINISH]
 
 
 def test_media_of_other_turns_take_no_rows() -> None:
     rows = rows_of([START, SYSTEM, LINE, MEDIUM, END, LINE], user(MEDIUM, 2), TAIL, media=((3, 1), (9, 1)))
     assert rows.num_ready(0) == 3
-    rows.add_media(np.array([3]))
+    rows.add_hidden(np.array([3]))
     assert rows.num_ready(0) == 3
-    rows.add_media(np.array([9]))
-    assert rows.media_indexes(0, rows.num_prompt_rows).tolist() == [1]
+    rows.add_hidden(np.array([9]))
+    assert rows.parts(0, rows.num_prompt_rows).hidden_indexes.tolist() == [1]
 
 
 def test_gaps_are_refused() -> None:
     rows = rows_of(user(MEDIUM, MEDIUM, 2), TAIL, media=((3, 2),))
     with pytest.raises(ProtocolError, match="other positions"):
-        rows.add_media(np.array([4]))
+        rows.add_hidden(np.array([4]))
     with pytest.raises(ProtocolError, match="start at 1"):
         rows.add_text([7], 1, is_last=False)
     with pytest.raises(InvalidRequest, match="assistant"):
