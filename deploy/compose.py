@@ -494,8 +494,8 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
             "router": config.router.replicas,
             "encoder": config.encoders.first_replicas,
             "worker": config.workers.first_replicas,
-        }
-        | ({} if config.stages is None else {"stage": sum(each.replicas for each in config.stages.later)}),
+            "stage": config.num_stage_replicas,
+        },
         speech=speech_settings(config, model.directory),
         shows_members=config.ray.address is None,
         block_size=config.workers.block_size,

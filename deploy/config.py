@@ -446,6 +446,11 @@ class ClusterConfig(Section):
     threads_per_replica: int = Field(1, ge=1)
     """Limits the threads with which each encoder and worker computes on a CPU."""
 
+    @property
+    def num_stage_replicas(self) -> int:
+        """Returns the number of replicas of all stages behind the thinker."""
+        return 0 if self.stages is None else sum(each.replicas for each in self.stages.later)
+
     @model_validator(mode="after")
     def _check_tenants(self) -> ClusterConfig:
         keyless = [name for name, each in self.tenants.items() if not each.api_key_digests]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from deploy import compose
+import msgspec
+
+from deploy import compose, speech_parts
 from deploy.config import ClusterConfig
 from deploy.http_server import check_port, router_server
 from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
@@ -28,11 +30,23 @@ from fabric.contracts import (
     KvScheme,
     Member,
     MemberId,
+    MemberStage,
+    StageRequest,
+    StageResult,
     TargetGone,
     as_member,
     mint_member_id,
 )
-from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
+from fabric.transport import (
+    LocalChannelHub,
+    LocalFeatureSink,
+    LocalFeatureSource,
+    LocalHub,
+    LocalPlane,
+    LocalStageConnector,
+    LocalStageHub,
+    StageConnector,
+)
 from modalities.loading_progress import watched_loading
 from router.edge import create_app
 from router.prompt import MediumFile
@@ -40,6 +54,7 @@ from router.run import Pools
 
 if TYPE_CHECKING:
     from encoder_pool.encoder_service import EncoderService
+    from llm_workers.stages import StageService
     from llm_workers.worker_service import WorkerService
     from router.service import RouterService
 
@@ -70,6 +85,19 @@ class DirectEncoders:
             return await self.services[encoder_id].encode(request, [file.data for file in media])
 
 
+class DirectStages:
+    """Implements `StagePool` by direct calls."""
+
+    def __init__(self) -> None:
+        self.services: dict[MemberId, StageService] = {}
+
+    async def run(self, member_id: MemberId, request: StageRequest) -> StageResult:
+        if member_id not in self.services:
+            raise TargetGone(f"the stage {member_id} has left the cluster")
+        with as_member(member_id):
+            return await self.services[member_id].run(request)
+
+
 class LocalCluster:
     """Holds one router and the configured encoders and workers in this process. Use `running(...)` to start it."""
 
@@ -80,11 +108,12 @@ class LocalCluster:
         self.config = config
         self._tell = tell
         refuse_if_too_small(config, self.model)
-        self.workers, self.encoders = DirectWorkers(), DirectEncoders()
+        self.workers, self.encoders, self.stages = DirectWorkers(), DirectEncoders(), DirectStages()
         self._members: list[Member] = []
         self._planes: list[LocalPlane] = []
         self.ranked_workers: list[RankedWorker] = []
-        self._hub, self._channel = LocalHub(), LocalChannelHub()
+        self._hub, self._channel, self._stage_hub = LocalHub(), LocalChannelHub(), LocalStageHub()
+        self._connectors: list[StageConnector] = []
         for _ in range(config.encoders.first_replicas):
             member_id, plane = self._endpoint("encoder")
             tell("encoder", str(member_id), LOADING)
@@ -96,50 +125,72 @@ class LocalCluster:
             member_id, plane = self._endpoint("worker")
             tell("worker", str(member_id), LOADING)
             sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
-            endpoint = WorkerEndpoint(member_id, plane, sink)
+            endpoint = WorkerEndpoint(member_id, plane, sink, self._open_connectors())
             with watched_loading(LoadingTeller(partial(tell, "worker", str(member_id), LOADING))):
                 worker = open_worker(config, self.model, endpoint, "127.0.0.1", spawn_rank)
             self.ranked_workers.append(worker)
             self.workers.services[member_id] = worker.service
             tell("worker", str(member_id), LOADED)
+        self._add_stages()
         member_id, plane = self._endpoint("router")
         self.router_id = member_id
-        pools = Pools(self.workers, self.encoders)
+        pools = Pools(self.workers, self.encoders, self.stages)
         self.router = compose.build_router(config, self.model, member_id, plane, pools)
         self.app = create_app(self.router)
 
-    def _endpoint(self, kind: str) -> tuple[MemberId, LocalPlane]:
+    def _add_stages(self) -> None:
+        """Builds the replicas of the stages that speak."""
+        for stage in () if self.config.stages is None else self.config.stages.later:
+            for _ in range(stage.replicas):
+                connectors = self._open_connectors()
+                member_id, plane = self._endpoint("stage", speech_parts.member_stage(stage, connectors))
+                self._tell("stage", str(member_id), LOADING)
+                self.stages.services[member_id] = speech_parts.build_stage(
+                    self.config, self.model.directory, stage, member_id, plane, connectors
+                )
+                self._tell("stage", str(member_id), LOADED)
+
+    def _open_connectors(self) -> dict[str, StageConnector]:
+        """Returns the connectors of one replica, which exist if the cluster speaks."""
+        if self.config.stages is None:
+            return {}
+        connector = LocalStageConnector(self._stage_hub)
+        self._connectors.append(connector)
+        return {"local": connector}
+
+    def _endpoint(self, kind: str, stage: MemberStage | None = None) -> tuple[MemberId, LocalPlane]:
         member_id = mint_member_id(kind)
         plane = LocalPlane(self._hub, f"local://{member_id}")
         modalities = compose.loaded_modalities(self.config, self.model.family) if kind == "encoder" else ()
         host = f"{compose.host_name()}/in-process"
         scheme = KvScheme(WEFT_KV, self.config.workers.block_size) if kind == "worker" else None
         place = compose.member_place(self.config, kind)
-        self._members.append(compose.member(kind, member_id, plane.address, host, modalities, scheme, place))
+        record = compose.member(kind, member_id, plane.address, host, modalities, scheme, place)
+        self._members.append(msgspec.structs.replace(record, stage=stage))
         self._planes.append(plane)
         return member_id, plane
 
     async def start(self) -> None:
-        named: list[tuple[MemberId, EncoderService | WorkerService | RouterService]]
-        named = [*self.encoders.services.items(), *self.workers.services.items(), (self.router_id, self.router)]
-        for member_id, service in named:
-            if member_id != self.router_id:
-                kind = "encoder" if member_id in self.encoders.services else "worker"
+        kinds: list[tuple[str, Mapping[MemberId, EncoderService | WorkerService | StageService | RouterService]]]
+        kinds = [("encoder", self.encoders.services), ("worker", self.workers.services)]
+        kinds += [("stage", self.stages.services), ("router", {self.router_id: self.router})]
+        for kind, member_id, service in [(kind, *each) for kind, services in kinds for each in services.items()]:
+            if kind != "router":
                 self._tell(kind, str(member_id), MEASURING)
             with as_member(member_id):
                 await service.start()
         for worker in self.ranked_workers:
             worker.end_when_lost(asyncio.get_running_loop())
-        members: list[tuple[MemberId, EncoderService | WorkerService]]
-        members = [*self.workers.services.items(), *self.encoders.services.items()]
+        members: list[tuple[MemberId, EncoderService | WorkerService | StageService]]
+        members = [*self.workers.services.items(), *self.encoders.services.items(), *self.stages.services.items()]
         for member_id, member in members:
             member.on_lost(partial(self._remove, member_id))
         self._tell_members()
 
     def _tell_members(self) -> None:
-        services: list[EncoderService | WorkerService | RouterService]
-        services = [*self.encoders.services.values(), *self.workers.services.values(), self.router]
-        for service in services:
+        services: list[EncoderService | WorkerService | StageService | RouterService]
+        services = [*self.encoders.services.values(), *self.workers.services.values(), *self.stages.services.values()]
+        for service in [*services, self.router]:
             service.update_members(self._members)
 
     def _remove(self, member_id: MemberId) -> None:
@@ -149,12 +200,14 @@ class LocalCluster:
         self._tell_members()
 
     async def stop(self) -> None:
-        services: list[EncoderService | WorkerService | RouterService]
+        services: list[EncoderService | WorkerService | StageService | RouterService]
         services = [self.router, *self.workers.services.values(), *self.encoders.services.values()]
-        for service in services:
+        for service in [*services, *self.stages.services.values()]:
             await service.stop()
         for worker in self.ranked_workers:
             await asyncio.to_thread(worker.stop_ranks)
+        for connector in self._connectors:
+            connector.close()
         for plane in self._planes:
             plane.close()
 

@@ -7,20 +7,20 @@ The module is a part of the composition root, as `compose` is. It imports torch 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from deploy.config import ClusterConfig
 from deploy.stages_config import StageSection, StagesSection
-from fabric.contracts import ConfigError, MemberStage, SystemClock
-from fabric.transport import StageConnector
+from fabric.contracts import ConfigError, MemberId, MemberStage, SystemClock
+from fabric.transport import Plane, StageConnector
 from modalities.speech_traits import SpeechTraits, read_speech_traits
 from router.router_config import SpeechSettings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from llm_workers.stages import ChunkTransferAdapter, NextStageInput
+    from llm_workers.stages import ChunkTransferAdapter, NextStageInput, StageModel, StageService
 
 MEDIA_ROWS = "talker"
 """Names the side tensor that holds the rows of media for the talker."""
@@ -88,11 +88,94 @@ def connector_names(stages: StagesSection, stage_id: int, has_other_machines: bo
     return names or (("shared_memory", "nixl") if has_other_machines else ("shared_memory",))
 
 
+def open_connectors(config: ClusterConfig, stage_id: int) -> dict[str, StageConnector]:
+    """Opens the connectors of a replica: those on which it is reached, and those on which it reaches the next stage.
+    Their owner closes them (`close_connectors`). Raises ConfigError if one can't be opened."""
+    from fabric.transport import NixlStageConnector, SharedMemoryStageConnector
+
+    stages, has_others = config.stages, config.ray.address is not None
+    if stages is None:
+        return {}
+    neighbours = [each for each in (stage_id, stage_id + 1) if 1 <= each < len(stages.stage_args)]
+    names = dict.fromkeys(name for each in neighbours for name in connector_names(stages, each, has_others))
+    return {name: SharedMemoryStageConnector() if name == "shared_memory" else NixlStageConnector() for name in names}
+
+
+def close_connectors(connectors: Mapping[str, StageConnector]) -> None:
+    for connector in connectors.values():
+        connector.close()
+
+
 def member_stage(stage: StageSection, connectors: Mapping[str, StageConnector]) -> MemberStage:
     """Returns how a replica of a stage is described to the other members."""
     inboxes = tuple((name, connector.inbox) for name, connector in connectors.items())
-    return MemberStage(stage.stage_id, stage.model_stage.rpartition(":")[2], inboxes, stage.max_num_seqs)
+    return MemberStage(stage.stage_id, stage_name(stage), inboxes, stage.max_num_seqs)
 
 
-OpenConnector = Callable[[str], StageConnector]
-"""Opens the connector of the given name."""
+def stage_name(stage: StageSection) -> str:
+    """Returns what people call the stage: the name of its model, without the path of its import."""
+    return stage.model_stage.rpartition(":")[2]
+
+
+# ------------------------------------------------------------ the stages behind the thinker
+
+
+def build_stage(
+    config: ClusterConfig,
+    model_dir: Path,
+    stage: StageSection,
+    member_id: MemberId,
+    plane: Plane,
+    connectors: Mapping[str, StageConnector],
+) -> StageService:
+    """Builds a replica of a stage behind the thinker; it loads the weights of that stage alone. Raises ConfigError."""
+    from llm_workers.stages import ChunkPatience, ChunkSettings, StageService, StageSettings
+
+    stages = config.stages
+    assert stages is not None
+    is_last = stage is stages.later[-1]
+    chunks = ChunkSettings(
+        None if is_last else next_input(stage),
+        stages.async_chunk,
+        dict(stage.extra),
+        ChunkPatience(stall_s=stages.stall_s),
+    )
+    settings = StageSettings(
+        stage_id=stage.stage_id,
+        model_stage=stage_name(stage),
+        worker_type=stage.worker_type,
+        max_num_seqs=stage.max_num_seqs,
+        max_step_units=stage.max_step_tokens,
+        num_blocks=stage.num_blocks,
+        block_size=stage.block_size,
+        max_states=stage.max_states,
+        sample_rate=read_speech_traits(model_dir).sample_rate,
+        chunks=chunks,
+    )
+    return StageService(
+        member_id, settings, load_stage_model(config, model_dir, stage), connectors, plane, SystemClock()
+    )
+
+
+def load_stage_model(config: ClusterConfig, model_dir: Path, stage: StageSection) -> StageModel:
+    """Loads the model of a stage. A stage of your own names a function that takes the model's directory and the stage's
+    section, and returns a `StageModel`. Raises ConfigError."""
+    from llm_workers.speech import load_code2wav, load_talker
+
+    if stage.model_stage == "talker":
+        pool = (stage.num_blocks, stage.block_size)
+        return load_talker(model_dir, stage.devices, config.model.dtype, pool)
+    if stage.model_stage == "code2wav":
+        # A sound shows how its samples are rounded, and this network is small beside the others.
+        dtype = "float32" if stage.devices == "cpu" else config.model.dtype
+        context = stage.extra.get("left_context_frames")
+        return load_code2wav(model_dir, stage.devices, dtype, None if context is None else int(context))
+    if ":" not in stage.model_stage and "." not in stage.model_stage:
+        raise ConfigError(
+            f"stage {stage.stage_id} has the model_stage {stage.model_stage!r}, but it must be `talker`, `code2wav`, "
+            "or the import path of a function (`package.module:function`)"
+        )
+    load = imported(stage.model_stage)
+    if not callable(load):
+        raise ConfigError(f"stages names {stage.model_stage!r}, which is no function")
+    return cast("StageModel", load(model_dir, stage))

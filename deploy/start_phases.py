@@ -17,7 +17,7 @@ STARTING = "starting"
 """This is the phase of a member that has told nothing: Ray starts its process, which imports libraries."""
 SILENT = "not answering"
 """This is the phase of a member that was there and whose heartbeats stay away: its machine is busy, or it ended."""
-KINDS = ("worker", "encoder", "router")
+KINDS = ("worker", "encoder", "stage", "router")
 
 TELL_S = 0.5
 """A member tells at most this often how much it has loaded."""

@@ -113,6 +113,7 @@ class Arrivals:
         context = self._context
         if report.member_id in context.members:
             context.stages.take_report(report)
+            self._reports.put(report)
             self._feeds.took_report(report)
             if report.is_lost:
                 context.stages.exclude(report.member_id, context.clock.now() + context.config.exclusion_s)

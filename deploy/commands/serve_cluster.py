@@ -108,6 +108,7 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
     print(f"weft: the cluster is starting in one process; {where_logs_are(config.logging)} ...", flush=True)
     progress, board = StartProgress(sys.stdout), StartBoard()
     wanted = {"worker": config.workers.first_replicas, "encoder": config.encoders.first_replicas}
+    wanted |= {"stage": config.num_stage_replicas}
 
     def tell(kind: str, name: str, phase: str, loaded: LoadedBytes = LoadedBytes(), /) -> None:  # noqa: B008
         board.tell(kind, name, phase, loaded)

@@ -151,7 +151,8 @@ def run_cluster(
 def _wanted(config: ClusterConfig) -> dict[str, int]:
     """Maps kinds of members to the numbers with which the cluster begins."""
     encoders, workers = config.encoders.first_replicas, config.workers.first_replicas
-    return {"worker": workers, "encoder": encoders, "router": config.router.replicas}
+    stages = config.num_stage_replicas
+    return {"worker": workers, "encoder": encoders, "stage": stages, "router": config.router.replicas}
 
 
 def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, compose.Model]:

@@ -1,4 +1,5 @@
-"""Defines the Serve application: three deployments, each a thin shell around one service.
+"""Defines the Serve application: three deployments, each a thin shell around one service, and one for each stage that
+speaks (`stage_replica`).
 
 A shell (`EncoderReplica`, `WorkerReplica`, `RouterReplica`) builds the service in the replica's event loop, keeps its
 heartbeat with the directory, and forwards calls, health checks and the stop to the service. Serve calls `reconfigure`
@@ -29,17 +30,20 @@ from deploy import compose
 from deploy.config import ClusterConfig, EncoderSection, RouterSection, WorkerSection
 from deploy.http_server import router_server
 from deploy.live_config import LiveConfig, live_values
-from deploy.logs import configure_logs, set_levels
-from deploy.node_metrics import Exposition, MemberMetrics, NodePort
+from deploy.logs import configure_logs
 from deploy.process_setup import allow_many_files, freeze_what_lives, keep_freed_memory
 from deploy.ranks import WorkerEndpoint, open_worker, run_rank
 from deploy.ray import replica_news
-from deploy.ray.directory import Heartbeat, keep_directory, phase_teller, plane_keys, watch_scaling
+from deploy.ray.directory import Heartbeat, phase_teller, plane_keys, watch_scaling
 from deploy.ray.nodes import actor_environment, this_node
 from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool, RayWorkerPool
+from deploy.ray.replica_parts import change_levels, enter_cluster, find_member_place, member_metrics, replica_id
 from deploy.ray.serve_scaling import load_stats, serve_autoscaling
+from deploy.ray.stage_replica import RayStagePool, StageReplica, stage_options
 from deploy.scaling import EncoderMeter, WorkerMeter
 from deploy.sizing import arena_bytes, inbox_bytes
+from deploy.speech_parts import close_connectors, open_connectors, stage_name
+from deploy.stages_config import StageSection
 from deploy.start_phases import LOADING, MEASURING, LoadingTeller
 from fabric.contracts import (
     EncodeRequest,
@@ -48,7 +52,6 @@ from fabric.contracts import (
     GenerateResult,
     Member,
     MemberId,
-    MemberPlace,
     enter_request,
 )
 from modalities.loading_progress import watched_loading
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
 UNBOUNDED = 1_000_000
 """Turns Serve's limit on requests off. A full replica would queue inside Serve and block the calls behind it, so Weft
 limits admission itself."""
+THINKER_STAGE = 0
 STOP_S = 15.0
 """Serve gives a replica this many seconds to stop, in addition to the time to drain."""
 DRAIN_LOOK_S = 0.5
@@ -77,7 +81,17 @@ def build_app(config: ClusterConfig, has_server: bool = True) -> Application:
     router = _deployment(RouterReplica, "router", config, config.router)
     bound_encoders = encoders.bind(config, has_server) if config.encoders.replicas else None
     bound_workers = workers.bind(config, has_server)
-    return router.bind(config, has_server, bound_workers, bound_encoders)
+    stages = {} if config.stages is None else {each.stage_id: each for each in config.stages.later}
+    bound_stages = {
+        stage_id: _stage_deployment(config, stage).bind(config, stage_id, has_server)
+        for stage_id, stage in stages.items()
+    }
+    return router.bind(config, has_server, bound_workers, bound_encoders, bound_stages)
+
+
+def _stage_deployment(config: ClusterConfig, stage: StageSection) -> Any:
+    options = stage_options(stage)
+    return _served(StageReplica, stage_name(stage), config, {"num_replicas": stage.replicas}, options, 1)
 
 
 def _deployment(
@@ -89,6 +103,24 @@ def _deployment(
         size = {"autoscaling_config": serve_autoscaling(rules, name, config.ray.cluster_name)}
     # An encoder first finishes its calls, and then waits until workers have read what it holds for them.
     num_drains = 2 if isinstance(section, EncoderSection) else 1
+    options = {
+        "num_cpus": section.cpus_per_replica,
+        "num_gpus": 0 if isinstance(section, RouterSection) else section.gpus_per_replica,
+        "resources": dict(section.ray_resources),
+    }
+    return _served(replica, name, config, size, options, num_drains)
+
+
+def _served(
+    replica: type,
+    name: str,
+    config: ClusterConfig,
+    size: dict[str, Any],
+    reserved: dict[str, Any],
+    num_drains: int,
+) -> Any:
+    """Returns a deployment. `size` says how many replicas it has, `reserved` what Ray reserves for each, and
+    `num_drains` how often a replica may take the time to drain before it stops."""
     return serve.deployment(
         replica,
         name=name,
@@ -99,12 +131,7 @@ def _deployment(
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
-        ray_actor_options={
-            "num_cpus": section.cpus_per_replica,
-            "num_gpus": 0 if isinstance(section, RouterSection) else section.gpus_per_replica,
-            "resources": dict(section.ray_resources),
-            "runtime_env": actor_environment(config),
-        },
+        ray_actor_options=reserved | {"runtime_env": actor_environment(config)},
         request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
     )
 
@@ -205,7 +232,8 @@ class WorkerReplica:
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
         self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
-        endpoint = WorkerEndpoint(member_id, self._plane, self._sink)
+        self._connectors = await asyncio.to_thread(open_connectors, config, THINKER_STAGE)
+        endpoint = WorkerEndpoint(member_id, self._plane, self._sink, self._connectors)
         tell = phase_teller(config.ray.cluster_name)
         tell("worker", str(member_id), LOADING)
         with watched_loading(LoadingTeller(partial(tell, "worker", str(member_id), LOADING))):
@@ -258,6 +286,7 @@ class WorkerReplica:
         await self._metrics.stop()
         self._plane.close()
         self._sink.close()
+        await asyncio.to_thread(close_connectors, self._connectors)
 
 
 class RouterReplica:
@@ -269,6 +298,7 @@ class RouterReplica:
         has_server: bool,
         workers: DeploymentHandle,
         encoders: DeploymentHandle | None,
+        stages: dict[int, DeploymentHandle],
     ) -> None:
         from fabric.transport import ZmqPlane
         from router.edge import create_app
@@ -286,7 +316,8 @@ class RouterReplica:
         self._model = model = compose.load_model(config, directory)
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, self._node.address, compose.port_range(config))
-        pools = Pools(RayWorkerPool(workers), RayEncoderPool(encoders) if encoders else NoEncoders())
+        encoder_pool = RayEncoderPool(encoders) if encoders else NoEncoders()
+        pools = Pools(RayWorkerPool(workers), encoder_pool, RayStagePool(stages) if stages else None)
         self._service = compose.build_router(config, model, member_id, self._plane, pools)
         record = compose.member("router", member_id, self._plane.address, self._node.address)
         await self._service.start()
@@ -361,34 +392,6 @@ class RouterReplica:
         await self._metrics.stop()
         await self._heartbeat.stop()
         self._plane.close()
-
-
-def replica_id() -> MemberId:
-    """Returns Serve's unique id of this replica, by which `PinnedRequestRouter` finds it."""
-    return MemberId(serve.get_replica_context().replica_id.unique_id)
-
-
-def member_metrics(config: ClusterConfig, member_id: MemberId, address: str, exposition: Exposition) -> MemberMetrics:
-    """Returns what serves the series of a member, and perhaps those of its machine, at this address."""
-    node = NodePort(config.network.metrics_port, config.ray.cluster_name)
-    return MemberMetrics(member_id, exposition, address, node, compose.port_range(config))
-
-
-async def enter_cluster(config: ClusterConfig, has_server: bool) -> None:
-    """Makes sure that the cluster of this replica has a directory, if no server owns one."""
-    if not has_server:
-        application = serve.get_replica_context().app_name
-        await asyncio.to_thread(keep_directory, config.ray.cluster_name, application)
-
-
-def change_levels(before: ClusterConfig, config: ClusterConfig) -> None:
-    set_levels(config.logging, before.logging)
-
-
-async def find_member_place(config: ClusterConfig, kind: str) -> MemberPlace:
-    """Returns what is known of the place of a member in this process, with the labels of its Ray node."""
-    labels = ray.get_runtime_context().get_node_labels()
-    return await asyncio.to_thread(compose.member_place, config, kind, labels)
 
 
 # ------------------------------------------------------------ ranks of a worker

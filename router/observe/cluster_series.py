@@ -28,6 +28,7 @@ from fabric.contracts import (
     MetricsQuestion,
     MetricsReply,
     ProcessStats,
+    StageReport,
     WorkerReport,
     metrics_of,
 )
@@ -37,7 +38,7 @@ from router.planning import ClusterState
 
 REPLY_S = 1.0
 """A scrape waits this long for the other routers."""
-KINDS = ("router", "encoder", "worker")
+KINDS = ("router", "encoder", "worker", "stage")
 
 
 class MemberReports(Collector):
@@ -48,18 +49,22 @@ class MemberReports(Collector):
         self._shows_members = shows_members
         self.workers: dict[MemberId, WorkerReport] = {}
         self.encoders: dict[MemberId, EncoderReport] = {}
+        self.stages: dict[MemberId, StageReport] = {}
         self.own_process: tuple[MemberId, Callable[[], ProcessStats]] | None = None
         """Holds the name of the router and what its own process takes."""
 
-    def put(self, report: WorkerReport | EncoderReport) -> None:
+    def put(self, report: WorkerReport | EncoderReport | StageReport) -> None:
         if isinstance(report, WorkerReport):
             self.workers[report.worker_id] = report
+        elif isinstance(report, StageReport):
+            self.stages[report.member_id] = report
         else:
             self.encoders[report.encoder_id] = report
 
     def remove(self, member_id: MemberId) -> None:
         self.workers.pop(member_id, None)
         self.encoders.pop(member_id, None)
+        self.stages.pop(member_id, None)
 
     def collect(self) -> Iterator[Metric]:
         is_shown = self._shows_members
@@ -70,7 +75,11 @@ class MemberReports(Collector):
         yield from _reported(EncoderReport, ["encoder"], [([name], report) for name, report in encoders.items()])
         costs = [([name, cost.modality], cost) for name, report in encoders.items() for cost in report.costs]
         yield from _reported(EncodeCost, ["encoder", "modality"], costs)
+        stages = dict(self.stages) if is_shown else {}
+        stage_rows = [([name, report.model_stage], report) for name, report in stages.items()]
+        yield from _reported(StageReport, ["member", "stage"], stage_rows)
         processes = [([name, "worker"], report.process) for name, report in workers.items()]
+        processes += [([name, "stage"], report.process) for name, report in stages.items()]
         processes += [([name, "encoder"], report.process) for name, report in encoders.items()]
         if self.own_process is not None:
             member_id, read = self.own_process
@@ -240,13 +249,14 @@ def merged(texts: Sequence[bytes]) -> bytes:
     return b"".join(part for parts in name_to_parts.values() for part in parts)
 
 
-def report_exposition(report: WorkerReport | EncoderReport) -> bytes:
-    """Returns the series of one worker or encoder in Prometheus text format, as the member itself shows them."""
+def report_exposition(report: WorkerReport | EncoderReport | StageReport) -> bytes:
+    """Returns the series of one worker, encoder or stage in Prometheus text format, as the member itself shows them."""
     registry, reports = CollectorRegistry(auto_describe=False), MemberReports()
     reports.put(report)
     registry.register(reports)
-    other = "weft_encoder_" if isinstance(report, WorkerReport) else "weft_worker_"
-    own = [metric for metric in registry.collect() if not metric.name.startswith(other)]
+    kinds = {"weft_worker_": WorkerReport, "weft_encoder_": EncoderReport, "weft_stage_": StageReport}
+    others = tuple(prefix for prefix, kind in kinds.items() if not isinstance(report, kind))
+    own = [metric for metric in registry.collect() if not metric.name.startswith(others)]
     return written(own)
 
 

@@ -23,7 +23,7 @@ from router.observe.speech_series import SpeechSeries
 from router.observe.usage_series import BoundedNames, UsageSeries
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-MEMBER_PREFIXES = ("weft_worker_", "weft_encoder_")
+MEMBER_PREFIXES = ("weft_worker_", "weft_encoder_", "weft_stage_")
 REQUEST_STAGES = ("prompt", "worker", "router")
 PROCESS_PREFIX = "weft_process_"
 RATIOS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0, 4.0, 8.0)
