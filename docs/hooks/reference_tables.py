@@ -308,6 +308,7 @@ METRIC_GROUPS = {
     "weft_router_": "The router's own requests",
     "weft_worker_": "Workers",
     "weft_encoder_": "Encoders",
+    "weft_stage_": "Stages that speak",
     "weft_planner_": "The planner's predictions",
     "weft_index_": "The router's indexes",
     "weft_process_": "Processes",

@@ -17,7 +17,7 @@ import msgspec
 from fabric.contracts.calls import MediaItem, PlaceholderRange, PlaneWire, StageTarget, TraceEvent, Wire
 from fabric.contracts.errors import ErrorInfo
 from fabric.contracts.identity import MemberId, RequestId
-from fabric.contracts.reported_metrics import ProcessStats, counter, gauge
+from fabric.contracts.reported_metrics import LABELLED_AS_MEMBER, ProcessStats, counter, gauge
 
 StageKey = NewType("StageKey", str)
 """Names one attempt of one request in a pipeline: `{request_id}.{attempt}`. It never comes again, because the router
@@ -134,4 +134,4 @@ class StageReport(PlaneWire, frozen=True):
     ] = 0
     pool_size: Annotated[int, gauge("weft_stage_pool_size", "Blocks or states that a stage has.")] = 0
     is_lost: bool = False
-    process: ProcessStats = msgspec.field(default_factory=ProcessStats)
+    process: Annotated[ProcessStats, LABELLED_AS_MEMBER] = msgspec.field(default_factory=ProcessStats)

@@ -21,7 +21,7 @@ from router.api import (
 from router.edge.answers import AnswerTools, AnswerWriter, ChatAnswer, CompletionAnswer
 from router.edge.cross_site import BodyType
 from router.edge.responses_adapter import ResponsesAnswer
-from router.edge.spoken_answer import ReadAloudAnswer, SpokenAnswer
+from router.edge.spoken_answer import ReadAloudAnswer, SpokenChatAnswer
 from router.edge.transcript_answer import TranscriptAnswer
 from router.prompt import PromptRequest
 from router.router_config import RouterConfig
@@ -64,7 +64,7 @@ class Endpoint(NamedTuple):
 
 def read_chat(body: bytes, terms: BodyTerms) -> Asked:
     chat = parse_chat(body)
-    kind = SpokenAnswer if chat.wants_audio else ChatAnswer
+    kind = SpokenChatAnswer if chat.wants_audio else ChatAnswer
     return Asked([chat], bool(chat.stream), lambda source, head, tools: kind(source, chat, head, tools))
 
 

@@ -1,4 +1,4 @@
-"""Writes answers that are heard: chat completions with sound (`SpokenAnswer`), and texts read aloud
+"""Writes answers that are heard: chat completions with sound (`SpokenChatAnswer`), and texts read aloud
 (`ReadAloudAnswer`), whole or streamed. The module knows nothing of HTTP connections, or of how speech is made."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SpokenChunkWriter(ChunkWriter):
         return self._chunk(choice, {"audio": {"id": self._audio_id, "expires_at": expires_at}}, None)
 
 
-class SpokenAnswer(ChatAnswer):
+class SpokenChatAnswer(ChatAnswer):
     """Writes a chat completion that is spoken. The text of a batch goes before its sound, and the finish after both."""
 
     def __init__(self, source: JoinedStreams, request: ChatRequest, head: Head, tools: AnswerTools) -> None:
