@@ -43,7 +43,7 @@ class TalkerNetwork:
     def __init__(self, part: Any, text_embeddings: torch.Tensor) -> None:
         """Takes a loaded `Qwen3OmniMoeTalkerForConditionalGeneration`, whose attention is Weft's, and the thinker's
         embeddings `(vocab, thinker_hidden)` on the same device."""
-        self._backbone = TextModel(fused(_Backbone(part)))
+        self._backbone = TextModel(fused(TalkerBackbone(part)))
         self._codec_embedding = part.model.codec_embedding
         self._text_projection, self._hidden_projection = part.text_projection, part.hidden_projection
         self._text_embeddings = text_embeddings
@@ -102,8 +102,8 @@ class TalkerNetwork:
         return self._put(np.flatnonzero(is_chosen))
 
 
-class _Backbone(nn.Module):
-    """A `_Backbone` gives the talker's layers and head the names that a text half has."""
+class TalkerBackbone(nn.Module):
+    """A `TalkerBackbone` gives a talker's layers and head the names that a text half has."""
 
     def __init__(self, part: Any) -> None:
         super().__init__()

@@ -13,7 +13,6 @@ from typing import Any
 
 from fabric.contracts import ConfigError, InvalidRequest, SamplingParams, StageRequest
 
-_DEFAULT_VOICE = "ethan"
 _RESIDUAL_TOP_K, _RESIDUAL_TOP_P = 50, 0.8
 """These numbers truncate the draws of all codes of a frame but the first, as in transformers, which has no option for
 them."""
@@ -44,11 +43,14 @@ class TalkerDefaults:
     top_p: float = 1.0
     repetition_penalty: float = 1.05
     max_codec_frames: int = 4095
+    usual_voice: str = "ethan"
+    """Names the voice that speaks if the request names none and the checkpoint has it."""
 
     @classmethod
-    def of(cls, speaker_id: Mapping[str, int] | None, generation: Mapping[str, Any]) -> TalkerDefaults:
-        """Reads them from the talker's config and from generation_config.json, whose keys begin with `talker_`. Raises
-        ConfigError if the checkpoint has no voice."""
+    def of(cls, speaker_id: Mapping[str, int] | None, generation: Mapping[str, Any], **family: Any) -> TalkerDefaults:
+        """Reads them from the talker's config and from generation_config.json, whose keys begin with `talker_`.
+        `family` holds the values of the family that differ from Qwen3-Omni's. Raises ConfigError if the checkpoint has
+        no voice."""
         if not speaker_id:
             raise ConfigError("the talker's config has no voices (speaker_id)")
         found = {name: generation.get(f"talker_{name}") for name in ("temperature", "top_k", "top_p")}
@@ -58,7 +60,7 @@ class TalkerDefaults:
         if (most := generation.get("talker_max_new_tokens")) is not None:
             found["max_codec_frames"] = max(1, int(most) - 1)  # transformers makes no frame of its last code.
         chosen = {name: value for name, value in found.items() if value is not None}
-        return cls({name.lower(): int(speaker) for name, speaker in speaker_id.items()}, **chosen)
+        return cls({name.lower(): int(speaker) for name, speaker in speaker_id.items()}, **(family | chosen))
 
     @property
     def voices(self) -> tuple[str, ...]:
@@ -67,7 +69,7 @@ class TalkerDefaults:
     @property
     def voice(self) -> str:
         """Returns the name of the voice that speaks if the request names none."""
-        return _DEFAULT_VOICE if _DEFAULT_VOICE in self.voice_to_speaker else self.voices[0]
+        return self.usual_voice if self.usual_voice in self.voice_to_speaker else self.voices[0]
 
     def options(self, request: StageRequest) -> TalkerOptions:
         """Returns the options of a request. Raises InvalidRequest for an unknown voice or a value out of range."""

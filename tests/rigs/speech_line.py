@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fabric.contracts import MemberId, RequestId, StagePrompt, StageRequest
-from llm_workers.speech import Code2WavStage, TalkerStage, talker_to_code2wav, thinker_to_talker
+from llm_workers.speech import Code2WavStage, TalkerStage, Token2WavStage, talker_to_code2wav, thinker_to_talker
 from llm_workers.stages import ChunkAccumulator, Payload, StageChunk, StageOutput, StageSpan
 
 Ints = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ class SpeechCall:
 
 
 class SpeechLine:
-    def __init__(self, talker: TalkerStage, code2wav: Code2WavStage, *, is_async: bool = True) -> None:
+    def __init__(self, talker: TalkerStage, code2wav: Code2WavStage | Token2WavStage, *, is_async: bool = True) -> None:
         self.talker, self.code2wav, self.is_async = talker, code2wav, is_async
         self.free = list(range(talker.kv.num_blocks))
         self.calls: list[SpeechCall] = []
