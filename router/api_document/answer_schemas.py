@@ -268,6 +268,7 @@ def _cluster() -> dict[str, Schema]:
     }
     member = {"member_id": TEXT, "kind": TEXT, "host": TEXT, "pid": COUNT, "epoch": {"type": ["integer", "string"]}}
     member["config_flaw"] = TEXT
+    stage = {"stage": about("Names the stage of a member that speaks.", TEXT)}
     target = closed({"targets": array(TEXT), "labels": {"type": "object", "additionalProperties": TEXT}})
     summary = {"type": "object", "required": ["request_id", "outcome", "router_id"], "properties": {"request_id": TEXT}}
     return {
@@ -275,7 +276,7 @@ def _cluster() -> dict[str, Schema]:
         "ModelList": closed({"object": const("list"), "data": array(ref("Model"))}),
         "Liveness": closed({"status": one_of_values("ok", "dead")}, {"message": TEXT}),
         "Readiness": closed(ready, {"stages_without_replica": array(COUNT)}),
-        "Members": closed({"version": TEXT, "members": array(closed(member)), "routers": array(closed(member))}),
+        "Members": closed({"version": TEXT, "members": array(closed(member, stage)), "routers": array(closed(member))}),
         "ClusterPicture": _picture(member),
         "PrometheusTargets": array(target),
         "RequestList": closed({"requests": array(summary), "routers_without_answer": array(TEXT)}),

@@ -53,10 +53,14 @@ def picture_of(parts: PictureParts) -> Shown:
 
 
 def listed_members(members: Iterable[Member]) -> list[Shown]:
-    """Returns where each member runs, in the order of kinds and ids."""
+    """Returns where each member runs, in the order of kinds and ids, and which stage it is, if it is one."""
     fields = ("member_id", "kind", "host", "pid", "epoch", "config_flaw")
     named = sorted(members, key=lambda member: (member.kind, member.member_id))
-    return [{field: getattr(each, field) for field in fields} for each in named]
+    return [
+        {field: getattr(each, field) for field in fields}
+        | ({} if each.stage is None else {"stage": each.stage.model_stage})
+        for each in named
+    ]
 
 
 def scrape_targets(members: Iterable[Member], node_port: int, cluster_name: str) -> list[Shown]:
