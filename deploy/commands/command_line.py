@@ -37,6 +37,13 @@ def build_parser() -> WeftParser:
     demo = commands.add_parser("demo", help="asks a running cluster ten questions about media that it draws")
     _add_cluster_options(demo)
     demo.add_argument("--seed", type=int, default=0, help="seeds the random numbers; other seeds draw other media")
+    demo.add_argument(
+        "--speak",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="has some questions answered in speech, and plays it, or writes it to this WAV file",
+    )
     demo.set_defaults(run=_demo)
     completion = commands.add_parser(
         "completion", help="prints a script with which a shell completes the commands and options of weft"
@@ -70,6 +77,7 @@ def _add_serve(commands: Commands[WeftParser]) -> None:
         help="writes one log file for each process, or all lines to this terminal",
     )
     serve.add_argument("--log-dir", type=Path, help="makes the folder for the log files of this run here")
+    serve.add_argument("--speech", action="store_true", help="answers in speech too, if the model has a voice")
     serve.add_argument("--in-process", action="store_true", help="runs the whole cluster in one process, without Ray")
     # The supervisor passes this option to the server that it starts.
     serve.add_argument("--supervised", type=int, help=argparse.SUPPRESS)
@@ -307,10 +315,14 @@ def _bench(arguments: argparse.Namespace) -> int:
 def _demo(arguments: argparse.Namespace) -> int:
     from deploy.commands.cluster_client import ClusterClient, ClusterOptions
     from deploy.demo.ask import run_demo
+    from deploy.demo.hear import run_spoken_demo
 
     options = ClusterOptions.of(arguments)
     with ClusterClient(options) as client:
         client.model()  # It says what to do if the cluster can't be asked.
+    if arguments.speak is not None:
+        out = Path(arguments.speak) if arguments.speak else None
+        return run_spoken_demo(options.url, arguments.seed, out, options.api_key, options.tls())
     return run_demo(options.url, arguments.seed, options.api_key, options.tls())
 
 

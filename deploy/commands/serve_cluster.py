@@ -49,6 +49,7 @@ def serve(arguments: argparse.Namespace) -> int:
             ("logging", "to"): arguments.log_to,
             ("logging", "dir"): arguments.log_dir,
         },
+        has_speech=arguments.speech,
     )
     if arguments.remove_left:
         from deploy.ray.runtime import remove_left
@@ -134,10 +135,14 @@ def _say_stopping(config: ClusterConfig) -> None:
     print(f"weft: the cluster finishes its requests {limit}; a second signal ends it at once ...", flush=True)
 
 
-def apply_overrides(config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object]) -> ClusterConfig:
-    """Returns the config with the values of the command line (all that are not None) in place of its own. Validates the
-    result again. Raises ConfigError if a value is wrong."""
+def apply_overrides(
+    config: ClusterConfig, key_to_value: Mapping[tuple[str, str], object], has_speech: bool = False
+) -> ClusterConfig:
+    """Returns the config with the values of the command line (all that are not None) in place of its own. With
+    `has_speech`, it has stages that speak. Validates the result again. Raises ConfigError if a value is wrong."""
     data = config.model_dump(by_alias=True)
+    if has_speech and config.stages is None:
+        data["stages"] = {}
     for (section, key), value in key_to_value.items():
         if value is not None:
             data[section][key] = value
