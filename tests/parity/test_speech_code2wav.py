@@ -22,7 +22,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 from fabric.contracts import ConfigError, MemberId, ProtocolError, RequestId, StageKey, StageRequest
 from llm_workers.speech import Code2WavStage, load_code2wav
-from llm_workers.speech.code2wav_network import Code2WavNetwork
+from llm_workers.speech.code2wav_network import Code2WavNetwork, native_snake
 from llm_workers.stages import StageChunk, StageSpan
 
 pytestmark = pytest.mark.torch
@@ -183,6 +183,20 @@ def test_a_request_waits_until_its_frames_make_a_sample() -> None:
     step([short])
     assert stage.is_complete(short.key)
     assert len(short.samples[0]) == 0
+
+
+def test_the_activation_in_c_equals_that_of_torch() -> None:
+    torch.manual_seed(0)
+    for columns, level in ((1, 1.0), (37, 3.0), (1000, 300.0)):
+        x = torch.randn(3, 5, columns) * level
+        alpha, inverse = torch.rand(5) + 0.5, torch.rand(5) + 0.5
+        done = native_snake(x, alpha, inverse)
+        if done is None:
+            pytest.skip("there is no C compiler")
+        wide = x.double() + torch.sin(x.double() * alpha[:, None]) ** 2 * inverse[:, None]
+        # Besides the series, the product of a large value with its scale is rounded.
+        torch.testing.assert_close(done.double(), wide, atol=1e-6 + 3e-7 * level, rtol=1e-6)
+    assert native_snake(x.double(), alpha, inverse) is None
 
 
 def test_each_request_gets_what_it_would_get_alone(codes: list[Any]) -> None:
