@@ -4,7 +4,7 @@ measure speed.
 One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_bench`, `memory_bench`, `router_bench`,
 `index_bench`, `cost_bench`, `figures_bench`, `scale`, `front_end` (HTTP), and `cluster_bench`, whose processes are in
 `cluster_members` and `cluster_routers`. The folder `served` runs four benches of a whole cluster whose stages take
-given times: overlap, prediction, isolation and serve.
+given times (overlap, prediction, isolation and serve), and one of clusters that speak (speech).
 `engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`
 and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a worker or a server, `synthetic` makes
 their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
@@ -114,6 +114,12 @@ def _serve(options: Sequence[str]) -> BenchResult:
     return run_serve(options)
 
 
+def _speech(options: Sequence[str]) -> BenchResult:
+    from loadtest.benches.served import run_speech
+
+    return run_speech(options)
+
+
 def _figures(options: Sequence[str]) -> BenchResult:
     from loadtest.benches.figures_bench import run
 
@@ -152,6 +158,7 @@ BENCHES: dict[str, Callable[[Sequence[str]], BenchResult]] = {
     "prediction": _prediction,
     "isolation": _isolation,
     "serve": _serve,
+    "speech": _speech,
     "figures": _figures,
     "index": _index,
     "http": _http,
