@@ -19,6 +19,7 @@ take a delay, and requests come from a workload or a trace.
     workloads         draws requests
     trace_files       reads requests of traces; `samples/` has the formats
     sim_runs          carries out several runs, and knows which load a cluster bears
+    speech_timeline   runs the stages that speak, with chunks and without
     document_figures  simulates the figures of the documents
     choice            compares policies
     choice_curve      compares them over load, media, encoders and networks

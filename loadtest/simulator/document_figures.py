@@ -17,6 +17,7 @@ from loadtest.simulator.cost_tables import CostTable, EncodingCosts, LinkCosts, 
 from loadtest.simulator.sim_cluster import ClusterSettings, SimCluster, SimResult
 from loadtest.simulator.sim_report import Summary, summarise
 from loadtest.simulator.sim_requests import Part, SimRequest
+from loadtest.simulator.speech_timeline import StageTimes, spoken_timeline
 from loadtest.simulator.workloads import WorkloadSpec, generate
 
 OMNICONNECTOR = "the OmniConnector article"
@@ -549,6 +550,31 @@ def encoder_against_tensor_parallel() -> DocumentFigure:
     )
 
 
+def spoken_answer() -> DocumentFigure:
+    """Simulates the timeline of the stages that speak, with chunks and without."""
+    times = StageTimes(thinker_s=2.0, talker_s=3.0, code2wav_s=1.0, num_tokens=100, num_frames=188)
+    sequential = spoken_timeline(times, is_async=False)
+    chunked = spoken_timeline(times, is_async=True, first_chunk_frames=20)
+    own = spoken_timeline(times, is_async=True)
+    long = spoken_timeline(replace(times, num_frames=340), is_async=True)
+    return DocumentFigure(
+        "speech",
+        "Timeline of a spoken answer: thinker 2.0 s, talker 3.0 s, code2wav 1.0 s",
+        "the documentation on async chunks",
+        (
+            FigureRow("sequential: whole answer", 6.0, sequential.total_s, "s"),
+            FigureRow("sequential: first sound", 6.0, sequential.first_sound_s, "s"),
+            FigureRow("chunks: whole answer", 3.5, chunked.total_s, "s"),
+            FigureRow("chunks: first sound", 0.5, chunked.first_sound_s, "s"),
+        ),
+        ("an answer has 100 tokens and 188 frames (15 s); a frame needs a token; the first chunk has 20 frames",),
+        (
+            f"with a first chunk of 4 frames, Weft's own choice, the sound begins after {own.first_sound_s:.2f} s and "
+            f"ends after {own.total_s:.2f}; 340 frames (27 s, as in the table) take {long.total_s:.2f}",
+        ),
+    )
+
+
 FIGURES: Mapping[str, Callable[[], DocumentFigure]] = {
     "overlap": video_overlap,
     "batch": video_in_batch,
@@ -560,4 +586,5 @@ FIGURES: Mapping[str, Callable[[], DocumentFigure]] = {
     "memory": memory_of_concurrent_requests,
     "features": memory_of_features,
     "peer": encoder_against_tensor_parallel,
+    "speech": spoken_answer,
 }
