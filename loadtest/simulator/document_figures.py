@@ -17,7 +17,7 @@ from loadtest.simulator.cost_tables import CostTable, EncodingCosts, LinkCosts, 
 from loadtest.simulator.sim_cluster import ClusterSettings, SimCluster, SimResult
 from loadtest.simulator.sim_report import Summary, summarise
 from loadtest.simulator.sim_requests import Part, SimRequest
-from loadtest.simulator.speech_timeline import StageTimes, spoken_timeline
+from loadtest.simulator.speech_timeline import SpeechStageTimes, spoken_timeline
 from loadtest.simulator.workloads import WorkloadSpec, generate
 
 OMNICONNECTOR = "the OmniConnector article"
@@ -552,7 +552,7 @@ def encoder_against_tensor_parallel() -> DocumentFigure:
 
 def spoken_answer() -> DocumentFigure:
     """Simulates the timeline of the stages that speak, with chunks and without."""
-    times = StageTimes(thinker_s=2.0, talker_s=3.0, code2wav_s=1.0, num_tokens=100, num_frames=188)
+    times = SpeechStageTimes(thinker_s=2.0, talker_s=3.0, code2wav_s=1.0, num_tokens=100, num_frames=188)
     sequential = spoken_timeline(times, is_async=False)
     chunked = spoken_timeline(times, is_async=True, first_chunk_frames=20)
     own = spoken_timeline(times, is_async=True)

@@ -39,7 +39,7 @@ _NOTHING = StageOutput({}, is_finished=True)
 
 
 @dataclass(frozen=True, slots=True)
-class StageTimes:
+class SpeechStageTimes:
     """Holds what each stage takes for one answer in all, in seconds, and how the answer is made up."""
 
     thinker_s: float
@@ -67,7 +67,9 @@ class SpokenTimeline:
         return max(self.token_s[-1], self.sound_s[-1])
 
 
-def spoken_timeline(times: StageTimes, *, is_async: bool, first_chunk_frames: int | None = None) -> SpokenTimeline:
+def spoken_timeline(
+    times: SpeechStageTimes, *, is_async: bool, first_chunk_frames: int | None = None
+) -> SpokenTimeline:
     """Simulates one answer, with chunks or in the sequential pipeline. `first_chunk_frames` is the size of the first
     chunk (`initial_codec_chunk_frames`); without it, the talker's load decides."""
     # The face of this folder knows the models of the stages too, so it imports torch.

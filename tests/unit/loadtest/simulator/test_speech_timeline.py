@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.simulator.speech_timeline import SAMPLES_PER_FRAME, StageTimes, spoken_timeline
+from loadtest.simulator.speech_timeline import SAMPLES_PER_FRAME, SpeechStageTimes, spoken_timeline
 
 pytestmark = pytest.mark.torch
 
-DOCUMENT = StageTimes(thinker_s=2.0, talker_s=3.0, code2wav_s=1.0, num_tokens=100, num_frames=188)
+DOCUMENT = SpeechStageTimes(thinker_s=2.0, talker_s=3.0, code2wav_s=1.0, num_tokens=100, num_frames=188)
 
 
 def test_without_chunks_each_stage_waits_for_the_whole_of_the_one_before() -> None:
@@ -38,7 +38,7 @@ def test_with_chunks_the_sound_begins_and_ends_as_the_documentation_says() -> No
 def test_every_frame_is_heard_once_and_no_stage_is_faster_than_it_is(
     num_tokens: int, num_frames: int, first_chunk_frames: int | None, times_s: tuple[float, float, float]
 ) -> None:
-    times = StageTimes(*times_s, num_tokens, num_frames)
+    times = SpeechStageTimes(*times_s, num_tokens, num_frames)
     sequential = spoken_timeline(times, is_async=False)
     chunked = spoken_timeline(times, is_async=True, first_chunk_frames=first_chunk_frames)
     for timeline in (sequential, chunked):
