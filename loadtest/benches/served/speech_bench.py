@@ -49,6 +49,7 @@ PROMPT_WORDS = 90
 COMPUTED = tuple(SpokenMode(is_async, batch) for is_async in (False, True) for batch in (1, 64))
 GIVEN = tuple(SpokenMode(False, batch, is_timed=True) for batch in (1, 64))
 CHUNKED, SEQUENTIAL = SpokenMode(True, 64), SpokenMode(False, 64)
+NUM_WARM_UP = 3
 LEAST_AUDIO_S = 20.0
 MOST_TTFP = {1: 0.15, 4: 0.2, 10: 0.2}
 MOST_TEXT = 1.1
@@ -174,9 +175,8 @@ async def measure_speech(
     if load.has_text:
         turns.append((next(mode for mode in targets if mode.is_async and mode.code2wav_batch > 1), False))
     for mode, is_spoken in turns:
-        bodies = spoken_bodies(maker, max(load.concurrencies), load.num_tokens // 4, is_spoken=is_spoken)
-        await _answers(targets[mode], bodies, max(load.concurrencies))
-        await _answers(targets[mode], bodies[:1], 1)
+        bodies = spoken_bodies(maker, NUM_WARM_UP, load.num_tokens, is_spoken=is_spoken)
+        await _answers(targets[mode], bodies, NUM_WARM_UP)
     rows = {
         (mode, is_spoken, concurrency): SpokenRow(mode, concurrency, is_spoken, [])
         for concurrency in load.concurrencies
