@@ -7,7 +7,8 @@
 
 A sender writes the data into a file of its own directory and then renames it into the inbox, so the owner never sees a
 part of it, and what a killed sender had begun lies in the sender's directory. Then the sender rings: it sends one byte
-to the bell, a datagram socket, so a waiting owner needs no processor time.
+to the bell, a datagram socket, so a waiting owner needs no processor time. Small data, such as one token, needs no
+file: the ring itself carries it, unless the socket's short queue is full.
 
 The owner holds a lock (flock) on its directory, which the kernel takes away when the process ends for any reason. Each
 connector that starts, and each one that closes, removes the directories whose lock is free. A lock on the directory of
@@ -46,6 +47,11 @@ from fabric.transport.stage_connector import (
 _BELL = "bell"
 _BEGUN = "begun-"
 _MAX_NAME_BYTES = 255
+_RING = b"!"
+_INLINE_BYTES = 4096
+"""Data up to this size travels in the ring."""
+_LARGEST_RING_BYTES = _MAX_NAME_BYTES + 1 + _INLINE_BYTES
+_FULL_PAUSE_S = 0.01
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
 
@@ -67,6 +73,8 @@ class SharedMemoryStageConnector:
         self._reading = threading.Lock()
         self._known: set[str] = set()
         """Holds the names of the files that `arrivals` has reported and that were not taken since."""
+        self._inline: dict[str, bytes] = {}
+        """Holds data that has come in rings and was not taken, by the name that its file would have."""
         self._closing = threading.Lock()
         self._is_closed = self._is_woken = False
         try:
@@ -78,6 +86,8 @@ class SharedMemoryStageConnector:
             raise ConfigError(f"the stage connector can't use {self._root}: {error}") from error
         self._bell = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._bell.bind(str(self._path / _BELL))
+        self._drain = self._bell.dup()  # It has a timeout of its own.
+        self._drain.setblocking(False)
         self._ringer = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._ringer.setblocking(False)
 
@@ -90,7 +100,12 @@ class SharedMemoryStageConnector:
     def put(self, from_stage: int, to_stage: str, key: str, data: bytes) -> None:
         if not to_stage.isalnum():
             raise TransferFailed(INBOX_GONE.format(place="host", inbox=to_stage))
-        target = self._root / to_stage
+        target, name = self._root / to_stage, _file_name(from_stage, key)
+        if len(data) <= _INLINE_BYTES:
+            is_sent = self._post(target, name.encode() + b"\0" + data)
+            if is_sent is not None:
+                self._check_there(is_sent, to_stage)
+                return
         begun = self._path / f"{_BEGUN}{next(self._numbers)}"
         try:
             if len(os.listdir(target)) > MAX_UNREAD:
@@ -99,27 +114,35 @@ class SharedMemoryStageConnector:
                 view = memoryview(data)
                 while view.nbytes:
                     view = view[file.write(view) :]
-            os.rename(begun, target / _file_name(from_stage, key))
+            os.rename(begun, target / name)
         except OSError as error:
             with contextlib.suppress(OSError):
                 begun.unlink()
             if error.errno in _NO_ROOM:
                 raise ArenaFull(f"the shared memory of this host has no room for {len(data)} bytes") from error
             raise TransferFailed(INBOX_GONE.format(place="host", inbox=to_stage)) from error
-        if not self._ring(target):
+        self._check_there(self._ring(target), to_stage)
+
+    def _check_there(self, is_there: bool, inbox: str) -> None:
+        """Unless the owner of an inbox is there, removes the inboxes without owner and raises TransferFailed."""
+        if not is_there:
             with _locked_root(self._root) as root:
                 _sweep(root)
-            raise TransferFailed(INBOX_GONE.format(place="host", inbox=to_stage))
+            raise TransferFailed(INBOX_GONE.format(place="host", inbox=inbox))
 
     def _ring(self, target: Path) -> bool:
-        """Sends a byte to the bell of an inbox. Returns False if its owner is gone. An owner whose queue of bytes is
+        """Sends a byte to the bell of an inbox. Returns False if its owner is gone. An owner whose queue of rings is
         full looks into its inbox anyway."""
+        return self._post(target, _RING) is not False
+
+    def _post(self, target: Path, message: bytes) -> bool | None:
+        """Sends a ring. Returns False if the owner of the inbox is gone, and None if its queue is full."""
         try:
-            self._ringer.sendto(b"!", str(target / _BELL))
+            self._ringer.sendto(message, str(target / _BELL))
         except BlockingIOError:
-            return True
-        except OSError:
-            return False
+            return None
+        except OSError as error:
+            return None if error.errno in (errno.ENOBUFS, *_NO_ROOM) else False
         return True
 
     # ------------------------------------------------------------ receive
@@ -127,6 +150,8 @@ class SharedMemoryStageConnector:
     def get(self, from_stage: int, to_stage: str, key: str, timeout: float) -> bytes | None:
         check_own(self, to_stage)
         name, end_s = _file_name(from_stage, key), time.monotonic() + timeout
+        if name not in self._inline:
+            self._hush()
         while (data := self._take(name)) is None:
             left_s = end_s - time.monotonic()
             if left_s <= 0 or self._is_closed:
@@ -148,7 +173,15 @@ class SharedMemoryStageConnector:
 
     def discard(self, prefix: str) -> int:
         start, num_dropped = quote(prefix, safe=""), 0
+        num_known = len(self._inline)
+        self._hush()
+        if len(self._inline) > num_known:  # Another thread may wait for the rings that this one has taken.
+            self.wake()
         with self._reading:
+            for name in [name for name in self._inline if name.partition("-")[2].startswith(start)]:
+                del self._inline[name]
+                self._known.discard(name)
+                num_dropped += 1
             for name in self._names():
                 if name.partition("-")[2].startswith(start):
                     with contextlib.suppress(FileNotFoundError):
@@ -161,7 +194,7 @@ class SharedMemoryStageConnector:
         """Returns the entries that were not reported before."""
         self._hush()
         with self._reading:
-            names = self._names()
+            names = [*self._inline, *self._names()]
             fresh = [name for name in names if name not in self._known]
             self._known = set(names)
         return [_entry(name) for name in fresh]
@@ -176,6 +209,11 @@ class SharedMemoryStageConnector:
     def _take(self, name: str) -> bytes | None:
         path = self._path / name
         with self._reading:
+            if (carried := self._inline.pop(name, None)) is not None:
+                # The same data may have come a second time, in a file because the queue was full.
+                path.unlink(missing_ok=True)
+                self._known.discard(name)
+                return carried
             try:
                 data = path.read_bytes()
                 path.unlink()
@@ -186,17 +224,28 @@ class SharedMemoryStageConnector:
 
     def _listen(self, timeout: float) -> None:
         """Waits until somebody rings, at most `timeout` seconds."""
-        if not self._is_closed:
-            with contextlib.suppress(TimeoutError, OSError):
-                self._bell.settimeout(timeout)
-                self._bell.recv(1)
+        if self._is_closed:
+            return
+        if len(self._inline) >= MAX_UNREAD:
+            time.sleep(min(timeout, _FULL_PAUSE_S))
+            return
+        with contextlib.suppress(TimeoutError, OSError):
+            self._bell.settimeout(timeout)
+            self._keep(self._bell.recv(_LARGEST_RING_BYTES))
 
     def _hush(self) -> None:
-        """Takes the rings that came so far; what they announce is in the inbox already."""
+        """Takes the rings that came so far; what they announce is in the inbox already. With too much unread data,
+        they stay in the queue, and senders use files."""
         with contextlib.suppress(OSError):
-            self._bell.settimeout(0)
-            while True:
-                self._bell.recv(1)
+            while len(self._inline) < MAX_UNREAD:
+                self._keep(self._drain.recv(_LARGEST_RING_BYTES))
+
+    def _keep(self, message: bytes) -> None:
+        """Keeps the data of a ring, if it carries some."""
+        name, _, data = message.partition(b"\0")
+        if name != _RING:
+            with self._reading:
+                self._inline[name.decode()] = data
 
     # ------------------------------------------------------------ end
 
@@ -218,6 +267,8 @@ class SharedMemoryStageConnector:
             _sweep(root)
             root.rmdir()  # This fails while other inboxes are there.
         self._bell.close()
+        self._drain.close()
+        self._inline.clear()
         self._ringer.close()
 
 

@@ -78,6 +78,17 @@ def test_data_arrives_as_it_was_put(sender: StageConnector, owner: StageConnecto
     assert owner.get(1, owner.inbox, "a.0_1_0", 0) is None
 
 
+def test_data_that_nobody_reads_waits_however_much_it_is(sender: StageConnector, owner: StageConnector) -> None:
+    pieces = {f"chat-{number}.0_0_{number}": bytes([number]) * (10 + 300 * number) for number in range(40)}
+    for key, data in pieces.items():
+        sender.put(0, owner.inbox, key, data)
+    if isinstance(owner, SharedMemoryStageConnector):
+        assert owner.get(0, owner.inbox, "chat-3.0_0_3", 0.0) == pieces.pop("chat-3.0_0_3")
+    for entry in arrived(owner, len(pieces)):
+        assert owner.get(entry.from_stage, owner.inbox, entry.key, PATIENCE_S) == pieces[entry.key]
+    assert owner.arrivals(0.0) == []
+
+
 def test_keys_and_stages_are_kept_apart(sender: StageConnector, owner: StageConnector) -> None:
     keys = [(0, "a"), (1, "a"), (1, "a.0_1_1"), (1, "a.0_1_10"), (1, "odd key/with ümlauts%2F.."), (11, "a")]
     for number, (stage, key) in enumerate(keys):
