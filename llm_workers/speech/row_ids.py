@@ -13,8 +13,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fabric.contracts import PlaceholderRange
-
 Ints = npt.NDArray[np.int64]
 NONE = -1
 """Stands where a row has no id."""
@@ -71,9 +69,3 @@ class RowBook(Protocol):
     def parts(self, start: int, end: int) -> RowParts:
         """Returns what the rows `[start, end)`, which must be ready, are made of."""
         ...
-
-
-def media_positions(placeholders: Sequence[PlaceholderRange]) -> Ints:
-    """Returns the positions that media fill, in ascending order."""
-    runs = [np.arange(run.offset, run.end, dtype=np.int64) for run in placeholders]
-    return np.sort(np.concatenate(runs)) if runs else np.empty(0, dtype=np.int64)

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fabric.contracts import ProtocolError, StagePrompt
-from llm_workers.speech.row_ids import NONE, Ints, RowParts, media_positions
+from llm_workers.speech.row_ids import NONE, Ints, RowParts
+from llm_workers.stages import media_positions
 
 _NUM_MARKS = 2
 """Counts the rows between the prompt and the first continuation: the voice's mark and the first token."""

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from fabric.contracts import InvalidRequest, ProtocolError, StagePrompt
-from llm_workers.speech.row_ids import NONE, Ints, RowParts, media_positions
+from llm_workers.speech.row_ids import NONE, Ints, RowParts
+from llm_workers.stages import media_positions
 
 _NUM_MARKS = 3
 """Counts the tokens of `<|im_start|>assistant\\n`, which stand before the answer."""

@@ -32,7 +32,7 @@ from llm_workers.stages.stage_scheduler import (
 )
 from llm_workers.stages.stage_service import StageService, to_int16
 from llm_workers.stages.stage_settings import StageSettings
-from llm_workers.stages.thinker_outlet import ChunkSender, ThinkerOutlet
+from llm_workers.stages.thinker_outlet import ChunkSender, ThinkerOutlet, media_positions
 from llm_workers.stages.transfer_adapter import SaveRetries, SaveTask, TransferAdapter
 
 __all__ = [
@@ -74,5 +74,6 @@ __all__ = [
     "WorkerType",
     "decode_chunk",
     "encode_chunk",
+    "media_positions",
     "to_int16",
 ]

@@ -134,4 +134,4 @@ class SpokenRequest:
 def media_positions(placeholders: Sequence[PlaceholderRange]) -> npt.NDArray[np.int64]:
     """Returns the prompt positions that features fill, in ascending order."""
     ranges = [np.arange(each.offset, each.end, dtype=np.int64) for each in placeholders]
-    return np.concatenate(ranges) if ranges else np.empty(0, dtype=np.int64)
+    return np.sort(np.concatenate(ranges)) if ranges else np.empty(0, dtype=np.int64)
