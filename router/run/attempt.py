@@ -115,9 +115,12 @@ class Attempt:
             context, self._prompt, dispatch, self._setbacks, self._trace, self._ended.put_nowait
         )
         self._dispatcher.start()
+        return plan
+
+    def speak(self) -> None:
+        """Opens the calls to the stages that speak the answer, because its first token is there."""
         if self._speech is not None:
             self._speech.start()
-        return plan
 
     def _plan_speech(self, plan: RoutePlan, excluded: frozenset[MemberId], now: float) -> SpeechCalls | None:
         """Chooses the stages that speak the answer, if the client wants to hear it. Raises NoCapacity."""

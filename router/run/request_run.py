@@ -144,6 +144,7 @@ class RequestRun:
         text = choice.push(frame.first_index, frame.token_ids, frame.finish_reason, frame.logprobs)
         self._turn.token_arrived()
         if choice.num_tokens > before:
+            attempt.speak()
             if not before:
                 self._context.cluster.note_first_token(attempt.attempt_id, self._context.clock.now())
             self._account.observe_tokens(attempt, frame.choice, choice.num_tokens - before)

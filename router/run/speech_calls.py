@@ -1,7 +1,8 @@
 """Carries the calls of one attempt to the stages behind the thinker, and says when its speech is complete.
 
-`SpeechCalls` opens one call at each stage at the moment of the dispatch. The stages then pass their chunks to each
-other; the last one sends samples to the router. The speech is complete when every call has ended well and all samples
+`SpeechCalls` opens one call at each stage once the first token is there, so that opening them delays no text; chunks
+that the worker has sent before are kept at the talker. The stages then pass their chunks to each other; the last one
+sends samples to the router. The speech is complete when every call has ended well and all samples
 that the last stage has counted are there. The first failure of a call is the failure of the attempt, which then ends as
 a whole.
 
@@ -49,8 +50,9 @@ class SpokenAttempt(NamedTuple):
 
 
 class SpeechCalls:
-    """A `SpeechCalls` belongs to one attempt. Its owner calls `start`, passes frames to `take_frame`, awaits
-    `complete`, and calls `close` in any case."""
+    """A `SpeechCalls` belongs to one attempt. It counts as open at its replicas from its construction on. Its owner
+    calls `start` when the first token is there, passes frames to `take_frame`, awaits `complete`, and calls `close` in
+    any case."""
 
     def __init__(
         self,
@@ -70,7 +72,9 @@ class SpeechCalls:
         self._num_samples: int | None = None
         """Counts the samples of the whole speech, once the last stage has said so."""
         self._news = asyncio.Event()
-        self._is_closed = False
+        self._is_started = self._is_closed = False
+        for hop in plan.hops:
+            context.stages.note_opened(hop.member_id, attempt.attempt_id)
 
     @property
     def first_stage(self) -> StageTarget:
@@ -78,8 +82,10 @@ class SpeechCalls:
         return _target(self._plan.hops[0])
 
     def start(self) -> None:
-        """Opens all calls. Awaits nothing."""
-        hops = self._plan.hops
+        """Opens all calls. Awaits nothing. A second time, and after `close`, it changes nothing."""
+        if self._is_started or self._is_closed:
+            return
+        self._is_started, hops = True, self._plan.hops
         for hop, following in zip(hops, [*hops[1:], None], strict=True):
             request = self._request(hop, following)
             stages = self._context.pools.stages
@@ -87,7 +93,6 @@ class SpeechCalls:
             name = f"stage {hop.stage.stage_id} {request.key}"
             call = self._context.tasks.spawn(stages.run(hop.member_id, request), name)
             self._calls[call] = hop
-            self._context.stages.note_opened(hop.member_id, self._attempt.attempt_id)
             call.add_done_callback(self._ended)
             self._trace.add("dispatched", to=hop.member_id, attempt=self._attempt.attempt_id.attempt)
 
@@ -106,8 +111,9 @@ class SpeechCalls:
                 call.cancel()
 
     async def complete(self) -> None:
-        """Waits until the speech is complete. Raises the error of a call, or TransferFailed if samples that the last
-        stage has made do not arrive in time."""
+        """Waits until the speech is complete, and opens its calls if none is open yet. Raises the error of a call, or
+        TransferFailed if samples that the last stage has made do not arrive in time."""
+        self.start()
         while self._error is None and self._calls:
             await self._next_news()
         try:
@@ -128,8 +134,9 @@ class SpeechCalls:
         self._is_closed = True
         for call, hop in list(self._calls.items()):
             self._context.send(hop.member_id, AbortAttempt(*self._attempt.attempt_id))
-            self._context.stages.note_ended(hop.member_id, self._attempt.attempt_id)
             call.cancel()
+        for hop in self._plan.hops:
+            self._context.stages.note_ended(hop.member_id, self._attempt.attempt_id)
 
     # ------------------------------------------------------------ one call
 
