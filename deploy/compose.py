@@ -106,10 +106,12 @@ def open_model(config: ClusterConfig, has_weights: bool = False) -> tuple[Cluste
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
     """Loads the description of the checkpoint in `directory`; it reads config files only. Raises ConfigError for an
-    unknown architecture, and for KV heads that the workers' ranks can't share evenly."""
+    unknown architecture, for KV heads that the workers' ranks can't share evenly, and for stages that speak where the
+    checkpoint has no voice."""
     name = config.model.name or model_name(config.model.path)
     family = REGISTRY.load_family(directory)
     check_shares(family.shape, config.workers.tensor_parallel)
+    speech_settings(config, directory)
     return Model(directory, name, family)
 
 

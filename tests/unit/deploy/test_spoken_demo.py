@@ -11,8 +11,9 @@ from served_fakes import served_fakes
 from deploy.commands.serve_cluster import apply_overrides
 from deploy.config import ClusterConfig
 from deploy.demo.hear import SPOKEN_TASKS, run_spoken_demo
+from deploy.speech_parts import speech_settings
 from deploy.testing import spoken_samples
-from fabric.contracts import Unavailable
+from fabric.contracts import ConfigError, Unavailable
 from router.router_config import SpeechSettings
 
 SPEECH = SpeechSettings(("anna", "ben"), 24_000)
@@ -50,3 +51,11 @@ def test_serve_takes_speech_from_the_command_line() -> None:
     assert [stage.model_stage for stage in config.stages.later] == ["talker", "code2wav"]
     own = ClusterConfig.model_validate({"stages": {"async_chunk": False}})
     assert apply_overrides(own, {}, has_speech=True).stages == own.stages
+
+
+def test_a_model_without_a_voice_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    config = ClusterConfig.model_validate({"stages": {}})
+    with pytest.raises(ConfigError, match=r"stages is set, but .* is a llama without a talker"):
+        speech_settings(config, tmp_path)
+    assert speech_settings(ClusterConfig(), tmp_path) is None
