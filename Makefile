@@ -143,7 +143,7 @@ clients: install
 bench: install
 	$(BIN)/weft bench all
 
-# The shipped checkpoint from nothing, on two cores.
+# The shipped thinker from nothing, on two cores. The checkpoint then has no voice; `demo-speech` adds one.
 demo-model: install
 	$(BIN)/python -m deploy.demo.train deploy/demo/checkpoint
 	$(BIN)/python -m deploy.demo.evaluate --report deploy/demo/REPORT.md
@@ -153,6 +153,7 @@ demo-model: install
 demo-speech: install
 	$(BIN)/python -m deploy.demo.speech.prepare build/speech-data
 	$(BIN)/python -m deploy.demo.speech.train_voice build/speech-data deploy/demo/checkpoint
+	$(BIN)/python -m deploy.demo.speech.evaluate_voice build/speech-data --report deploy/demo/REPORT.md
 
 clean:
 	rm -rf $(VENV) build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -3,8 +3,8 @@ folder draws itself, so that a cluster can be tried and tested without downloadi
 
 `drawing/` makes media and the facts that one can ask about them. `tasks/` makes conversations of them. `training/`
 and `train` teach the model, `speech/` teaches it to speak, and `evaluate` measures how often it is right.
-`demo_config`, `tokenizer`, `weights` and `build` make the checkpoint's files; `checkpoint/` holds the trained one.
-`ask` asks a running cluster about media (`weft demo`), and `hear` has it answer in speech.
+`demo_config`, `speech_config`, `tokenizer`, `weights` and `build` make the checkpoint's files; `checkpoint/` holds the
+trained one. `ask` asks a running cluster about media (`weft demo`), and `hear` has it answer in speech.
 
 The cluster uses only the checkpoint (`build.demo_checkpoint`) and treats it like any other model. Tests draw
 media from here too. The folder knows nothing of how the cluster serves the model.

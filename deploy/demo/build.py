@@ -18,6 +18,7 @@ from deploy.demo.demo_config import (
     thinker_config,
     video_preprocessor_config,
 )
+from deploy.demo.speech_config import TALKER_GENERATION, whole_config
 from deploy.demo.tokenizer import Vocabulary, write_text_files
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
@@ -30,7 +31,7 @@ def demo_checkpoint() -> Path:
 
 def build_demo_checkpoint(out_dir: Path, seed: int = 0) -> Path:
     """Writes a complete model directory with untrained, seeded weights to `out_dir` (made if absent), and returns the
-    directory.
+    directory. The model is a thinker without a voice.
 
     The same seed and the same library versions give the same bytes. `out_dir` is incomplete while this function runs.
     """
@@ -41,14 +42,15 @@ def build_demo_checkpoint(out_dir: Path, seed: int = 0) -> Path:
     return out_dir
 
 
-def write_all_but_weights(out_dir: Path, seed: int = 0) -> Vocabulary:
+def write_all_but_weights(out_dir: Path, seed: int = 0, has_voice: bool = False) -> Vocabulary:
     """Writes every file that needs no torch, which is enough for code that reads configs or text. Returns the
-    vocabulary."""
+    vocabulary. With `has_voice` the configs are those of the whole model, and else those of the thinker alone."""
     out_dir.mkdir(parents=True, exist_ok=True)
     vocabulary = write_text_files(out_dir, seed)
+    thinker, generation = thinker_config(vocabulary), generation_config(vocabulary)
     for name, content in {
-        "config.json": thinker_config(vocabulary),
-        "generation_config.json": generation_config(vocabulary),
+        "config.json": whole_config(thinker, vocabulary) if has_voice else thinker,
+        "generation_config.json": {**generation, **(TALKER_GENERATION if has_voice else {})},
         "preprocessor_config.json": preprocessor_config(),
         "video_preprocessor_config.json": video_preprocessor_config(),
         "processor_config.json": processor_config(),

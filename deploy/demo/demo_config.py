@@ -98,7 +98,7 @@ def thinker_config(vocabulary: Vocabulary) -> dict[str, object]:
         "audio_end_token_id": ids["<|audio_end|>"],
         "vision_start_token_id": ids["<|vision_start|>"],
         "vision_end_token_id": ids["<|vision_end|>"],
-        "user_token_id": vocabulary.user_token_id,
+        "user_token_id": vocabulary.role_to_id["user"],
         "position_id_per_seconds": 13,
         "tie_word_embeddings": False,
         "pad_token_id": ids[END_OF_TEXT],

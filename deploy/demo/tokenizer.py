@@ -27,6 +27,8 @@ NUM_SENTENCES = 20_000
 END_OF_TEXT = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
+TTS_TOKENS = TTS_PAD, TTS_BOS, TTS_EOS = "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"
+"""Names the tokens that tell the talker where the text begins and ends. The thinker never says them."""
 
 
 # These stand in the order of Qwen3-Omni's own ids.
@@ -41,6 +43,7 @@ SPECIAL_TOKENS = (
     "<|vision_end|>",
     "<|image_pad|>",
     "<|video_pad|>",
+    *TTS_TOKENS,
 )
 
 
@@ -60,8 +63,8 @@ CHAT_TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 class Vocabulary(NamedTuple):
     num_tokens: int
     special_token_to_id: dict[str, int]
-    user_token_id: int
-    """Holds the id of the word `user`; the model's config contains it."""
+    role_to_id: dict[str, int]
+    """Holds the first token of each role's name; the model's config contains them."""
 
 
 def write_text_files(out_dir: Path, seed: int) -> Vocabulary:
@@ -86,8 +89,8 @@ def write_text_files(out_dir: Path, seed: int) -> Vocabulary:
     (out_dir / "chat_template.jinja").write_text(CHAT_TEMPLATE_FILE.read_text(encoding="utf-8"), encoding="utf-8")
     token_to_id = tokenizer.get_vocab(with_added_tokens=True)
     ids = {token: token_to_id[token] for token in SPECIAL_TOKENS}
-    user_token_id = tokenizer.encode("user").ids[0]
-    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids, user_token_id)
+    roles = {role: tokenizer.encode(role).ids[0] for role in ("system", "user", "assistant")}
+    return Vocabulary(tokenizer.get_vocab_size(with_added_tokens=True), ids, roles)
 
 
 def train_tokenizer(seed: int) -> Tokenizer:

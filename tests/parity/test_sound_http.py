@@ -63,7 +63,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The template writes "Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>" for a sound.
     template = Qwen2AudioProcessor.default_chat_template.fget(None)
     (found / "chat_template.jinja").write_text(template)
-    tokens = json.loads((demo / "config.json").read_text())
+    tokens = json.loads((demo / "config.json").read_text())["thinker_config"]
     built = QWEN2_AUDIO.build()
     built.config.text_config.vocab_size = tokens["text_config"]["vocab_size"]
     built.config.audio_token_index = tokens["audio_token_id"]

@@ -51,7 +51,7 @@ def served_family(row: FamilyRow, directory: Path) -> ServedFamily:
             for mark, own in (("<|vision_start|>", "<img>"), ("<|vision_end|>", "</img>")):
                 text = text.replace(mark, "" if is_template else own)
         (directory / name).write_text(text)
-    tokens = json.loads((demo / "config.json").read_text())
+    tokens = json.loads((demo / "config.json").read_text())["thinker_config"]
     kind = type(row.build())
     config = row.build().config
     getattr(config, "text_config", config).vocab_size = tokens["text_config"]["vocab_size"]

@@ -18,8 +18,8 @@ from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
 from deploy.demo.speech.mel_codec import log_mel
-from deploy.demo.speech.speech_config import FRAME_SAMPLES, LOST_SAMPLES, NUM_CODEBOOKS, code2wav_config
 from deploy.demo.speech.speech_data import SpeechData
+from deploy.demo.speech_config import FRAME_SAMPLES, LOST_SAMPLES, NUM_CODEBOOKS, code2wav_config
 
 NUM_STEPS = 7000
 BATCH_SIZE = 8

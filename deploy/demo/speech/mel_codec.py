@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deploy.demo.speech.speech_config import CODEBOOK_SIZE, FRAME_SAMPLES, NUM_CODEBOOKS, SAMPLE_RATE
+from deploy.demo.speech_config import CODEBOOK_SIZE, FRAME_SAMPLES, NUM_CODEBOOKS, SAMPLE_RATE
 
 NUM_MELS = 64
 FFT_SIZE = 1024

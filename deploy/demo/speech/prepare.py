@@ -8,7 +8,6 @@ recordings the codec keeps.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 from deploy.demo.build import demo_checkpoint, write_all_but_weights
 from deploy.demo.demo_config import VOCAB_MULTIPLE
@@ -25,9 +24,11 @@ from deploy.demo.evaluate import load_model
 from deploy.demo.speech import mel_codec
 from deploy.demo.speech.recordings import NAME_TO_VOICE, Samples, recording
 from deploy.demo.speech.script import Script, script
-from deploy.demo.speech.speech_config import ACCEPT_HIDDEN_LAYER, TTS_TOKENS, whole_config
 from deploy.demo.speech.speech_data import Ints, SpeechData, ragged, save
+from deploy.demo.speech.word_times import word_at_frames
+from deploy.demo.speech_config import ACCEPT_HIDDEN_LAYER
 from deploy.demo.tasks.catalogue import TASKS
+from deploy.demo.tokenizer import TTS_TOKENS
 from deploy.demo.training.batches import collate
 from deploy.demo.training.encoding import SampleEncoder
 
@@ -35,18 +36,20 @@ NUM_CONVERSATIONS = 260
 SOUND_SECONDS = 380
 """Limits the recordings of each voice of which code2wav learns, in seconds; the codes of all others are kept."""
 WORD_WEIGHT = 3.0
+FITTED = 4
+"""The codec learns from every recording of this number; all of them would not fit into little memory."""
 NEW_EMBEDDING_STD = 0.5
 _MEDIA = ("<|audio_pad|>", "<|image_pad|>", "<|video_pad|>")
 
 
 def prepare(out_dir: Path, seed: int) -> None:
     model_dir = out_dir / "model"
-    token_to_id = write_model(model_dir, seed)
+    write_model(model_dir, seed)
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     said = script(seed)
     texts = (*said.words, *said.sentences)
     sounds = [recording(text, voice) for voice in NAME_TO_VOICE for text in texts]
-    fitted = mel_codec.fit(torch.cat([mel_codec.patches(sound) for sound in sounds]), seed)
+    fitted = mel_codec.fit(torch.cat([mel_codec.patches(sound) for sound in sounds[::FITTED]]), seed)
     codes = [fitted.encode(sound) for sound in sounds]
     print(f"{sum(map(len, codes))} frames; the codec's log-mel L1 is {_codec_error(fitted, sounds, codes):.3f}")
     user_turns, media_rows = _prompts(model_dir, seed)
@@ -56,12 +59,13 @@ def prepare(out_dir: Path, seed: int) -> None:
             later_texts=ragged([_ids(tokenizer, " " + text) for text in texts]),
             num_words=len(said.words),
             codes=ragged(codes),
+            next_tokens=ragged(_next_tokens(tokenizer, said, codes)),
             user_turns=ragged(user_turns),
             media_rows=media_rows,
             header=_ids(tokenizer, "<|im_start|>assistant\n"),
-            comma=token_to_id[","],
-            period=token_to_id["."],
-            tts_tokens=np.array([token_to_id[token] for token in TTS_TOKENS]),
+            comma=int(_ids(tokenizer, ",")[0]),
+            period=int(_ids(tokenizer, ".")[0]),
+            tts_tokens=_ids(tokenizer, "".join(TTS_TOKENS)),
             centroids=fitted.codebooks.numpy(),
             **_sounds_for_code2wav(said, sounds, codes, seed),
         ),
@@ -70,21 +74,11 @@ def prepare(out_dir: Path, seed: int) -> None:
     save_file(fitted._asdict(), out_dir / "codec.safetensors")
 
 
-def write_model(model_dir: Path, seed: int) -> dict[str, int]:
-    """Writes every file of the whole model but its voice, and returns the tokenizer's ids by token. The thinker is that
-    of the demo checkpoint, with rows for the tokens that it lacks."""
-    vocabulary = write_all_but_weights(model_dir)
-    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in TTS_TOKENS])
-    tokenizer.save(str(model_dir / "tokenizer.json"))
-    token_to_id: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
-    # A role may be several tokens, of which the model looks at the first one.
-    token_to_id |= {role: int(_ids(tokenizer, role)[0]) for role in ("system", "user", "assistant")}
-    thinker = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    num_rows = -(-tokenizer.get_vocab_size() // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-    thinker["text_config"]["vocab_size"] = num_rows
-    config = whole_config(thinker, token_to_id)
-    (model_dir / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+def write_model(model_dir: Path, seed: int) -> None:
+    """Writes every file of the whole model but its voice. The thinker is that of the demo checkpoint, with rows for the
+    tokens that it lacks."""
+    vocabulary = write_all_but_weights(model_dir, has_voice=True)
+    num_rows = -(-vocabulary.num_tokens // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     unsaid = vocabulary.special_token_to_id["<|audio_pad|>"]
     weights = {name.removeprefix("thinker."): value for name, value in _weights(demo_checkpoint()).items()}
     weights = {name: value for name, value in weights.items() if not name.startswith(("talker.", "code2wav."))}
@@ -96,9 +90,7 @@ def write_model(model_dir: Path, seed: int) -> dict[str, int]:
     weights["lm_head.weight"] = torch.cat([head, head[unsaid].expand(missing, -1)])
     whole = {f"thinker.{name}": value.contiguous() for name, value in weights.items()}
     save_file(whole, model_dir / "model.safetensors", metadata={"format": "pt"})
-    for name in ("MODEL_CARD.md", "generation_config.json"):
-        shutil.copyfile(demo_checkpoint() / name, model_dir / name)
-    return token_to_id
+    shutil.copyfile(demo_checkpoint() / "MODEL_CARD.md", model_dir / "MODEL_CARD.md")
 
 
 def _weights(model_dir: Path) -> dict[str, torch.Tensor]:
@@ -115,6 +107,17 @@ def _codec_error(fitted: mel_codec.Codec, sounds: list[Samples], codes: list[Int
         np.abs(fitted.decode(code).reshape(len(code), -1) - mel_codec.patches(s).numpy()).mean() for s, code in pairs
     ]
     return float(np.mean(errors))
+
+
+def _next_tokens(tokenizer: Tokenizer, said: Script, codes: list[Ints]) -> list[Ints]:
+    """Returns the field `next_tokens` of `SpeechData`."""
+    texts = (*said.words, *said.sentences)
+    word_to_frames = {word.lower(): len(code) for word, code in zip(said.words, codes, strict=False)}
+    found = []
+    for text, code in zip(texts * len(NAME_TO_VOICE), codes, strict=True):
+        later = [int(_ids(tokenizer, " " + word)[0]) for word in text.split()[1:]]
+        found.append(np.array([*later, -1])[word_at_frames(text, len(code), word_to_frames)])
+    return found
 
 
 # ------------------------------------------------------------ what code2wav hears

@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from deploy.demo.speech.speech_config import FRAME_SAMPLES, SAMPLE_RATE
+from deploy.demo.speech_config import FRAME_SAMPLES, SAMPLE_RATE
 
 Samples = npt.NDArray[np.float32]
 TRAINING_SPEED = 150

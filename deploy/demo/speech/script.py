@@ -1,10 +1,14 @@
-"""Lists what the demo's voices learn to say: every answer of the demo's tasks, and made-up sentences of the same words.
+"""Lists what the demo's voices learn to say: answers of the demo's tasks, made-up sentences, and words in any order.
+
+Where few sentences are learned many times, a talker knows each of them by heart, and says a sentence that it never
+learned as the nearest one that it did. So most of the script is drawn at random from many more possible sentences.
 
 The module knows neither recordings nor models.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -39,7 +43,8 @@ WORDS: tuple[str, ...] = tuple(
 """Holds every answer in one word (or two: the places)."""
 FIXED_ANSWERS = ("I will remember that.", *(answer for _, answer in FIXED))
 HELD_OUT_SHARE = 0.1
-NUM_MADE_UP = 300
+NUM_MADE_UP = 1500
+NUM_LOOSE = 1200
 NUM_UNSEEN = 60
 
 
@@ -47,7 +52,7 @@ NUM_UNSEEN = 60
 class Script:
     words: tuple[str, ...]
     sentences: tuple[str, ...]
-    """Holds the sentences of training: answers and made-up ones."""
+    """Holds the sentences of training: answers, made-up ones, and words in any order."""
     held_out: tuple[str, ...]
     """Holds answers that the talker never learns, and made-up sentences of the same kind."""
 
@@ -58,10 +63,11 @@ def script(seed: int) -> Script:
     frames = [sentence for sentence in answers() if sentence not in FIXED_ANSWERS]
     is_held_out = rng.random(len(frames)) < HELD_OUT_SHARE
     made_up = dict.fromkeys(made_up_sentence(rng) for _ in range(NUM_MADE_UP + NUM_UNSEEN))
+    loose = dict.fromkeys(loose_words(rng) for _ in range(NUM_LOOSE))
     spoken = [text for text, is_out in zip(frames, is_held_out, strict=True) if not is_out]
     unseen = [text for text, is_out in zip(frames, is_held_out, strict=True) if is_out]
     every = list(made_up)
-    sentences = (*FIXED_ANSWERS, *spoken, *every[NUM_UNSEEN:])
+    sentences = (*FIXED_ANSWERS, *spoken, *every[NUM_UNSEEN:], *loose)
     return Script(WORDS, sentences, (*unseen, *every[:NUM_UNSEEN]))
 
 
@@ -134,3 +140,14 @@ def made_up_sentence(rng: Rng) -> str:
         lambda: f"The {pick(rng, SHAPES)} moves {pick(rng, ('up', 'down'))} and disappears.",
     )
     return kinds[int(rng.integers(len(kinds)))]()
+
+
+def loose_words(rng: Rng) -> str:
+    """Returns two to eight words of the demo's sentences in any order, written like a sentence."""
+    words = [pick(rng, _LOOSE) for _ in range(int(rng.integers(2, 9)))]
+    text = words[0] + "".join((", " if rng.random() < 0.1 else " ") + word for word in words[1:])
+    return f"{text[0].upper()}{text[1:]}."
+
+
+_LOOSE = (*WORDS, *(number_of(2, noun).split()[1] for noun in NOUNS), *NOUNS)
+_LOOSE += tuple(dict.fromkeys(re.findall(r"[A-Za-z]+", " ".join(answers()))))

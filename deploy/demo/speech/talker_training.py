@@ -6,8 +6,11 @@ The rows of a sequence are those that transformers' `generate` builds: the user'
 frame, with a token of the text on it as long as there are any. What the user says is drawn at random, so that the
 talker learns to say the answer alone.
 
-Some of the frames that it sees are replaced by others. Without that it continues recordings from memory and does not
-look at the text.
+Two things make it read the text, instead of continuing recordings from memory:
+- Some of the frames that it sees are replaced by others.
+- It begins with short lists of words in any order, and at each frame it also learns to name the word that comes next,
+  with a head that is thrown away. Without that it learned to read the first token alone: frames within a word follow
+  from each other, so only one in seven taught it to look for the next word.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from tqdm import tqdm
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeTalkerForConditionalGeneration
 
-from deploy.demo.speech.speech_config import (
+from deploy.demo.speech.script import FIXED_ANSWERS
+from deploy.demo.speech.speech_data import Ints, SpeechData
+from deploy.demo.speech_config import (
     CODEC_BOS,
     CODEC_EOS,
     CODEC_PAD,
@@ -34,15 +39,19 @@ from deploy.demo.speech.speech_config import (
     THINK_EOS,
     talker_config,
 )
-from deploy.demo.speech.speech_data import Ints, SpeechData
 from deploy.demo.training.optimizers import Optimizers
 
 NUM_STEPS = 5500
+LISTS_SHARE = 0.2
+"""Gives the share of the steps, at the beginning, that show short lists alone."""
 ROWS_PER_STEP = 2400
 PEAK_RATE = 2e-3
 GRADIENT_NORM = 1.0
-MOST_REPLACED = 0.6
+MOST_REPLACED = 0.3
 """In each sequence between none and this share of the frames that the talker sees are replaced."""
+ANSWERS_SHARES = ((0.33, 360), (0.1, len(FIXED_ANSWERS)))
+"""Gives shares of the sentences that are drawn, and of how many first sentences of the script they are; first of all
+stand the fixed answers."""
 IGNORED = -100
 LONGEST_FRAMES = 420
 ROUTER_STD = 0.1
@@ -50,19 +59,21 @@ EMBEDDING_STD = 0.3
 
 
 @dataclass(slots=True)
-class SpokenAnswer:
+class RecordedAnswer:
     """Holds one answer: its text and its codes."""
 
     text: Ints
     codes: Ints
+    next_tokens: Ints
+    """Gives for each frame the first token of the word after the one that is being said, or the end of the text."""
 
 
 class Answers:
     """Draws answers: words, sentences, lists of words, and long answers of many sentences."""
 
     KINDS = ("word", "sentence", "sentences", "list", "long sentences", "long list")
-    SHARES = (0.28, 0.3, 0.16, 0.12, 0.09, 0.05)
-    LEAST_AND_MOST = ((1, 1), (1, 1), (2, 4), (2, 9), (5, 14), (10, 40))
+    SHARES = (0.05, 0.6, 0.13, 0.14, 0.04, 0.04)
+    LEAST_AND_MOST = ((1, 1), (1, 1), (2, 4), (2, 6), (5, 14), (7, 40))
 
     def __init__(self, data: SpeechData, rng: np.random.Generator) -> None:
         self._data = data
@@ -71,29 +82,42 @@ class Answers:
     def kind(self) -> int:
         return int(self._rng.choice(len(self.KINDS), p=self.SHARES))
 
-    def draw(self, kind: int, voice: int) -> SpokenAnswer:
+    def draw(self, kind: int, voice: int) -> RecordedAnswer:
         """Returns an answer of a kind. What stands after another text has a space before it."""
         data, rng = self._data, self._rng
         least, most = self.LEAST_AND_MOST[kind]
         is_words = self.KINDS[kind] in ("word", "list", "long list")
         low, high = (0, data.num_words) if is_words else (data.num_words, len(data.texts))
         chosen = rng.integers(low, high, rng.integers(least, most + 1))
+        if not is_words:
+            chosen = self._with_answers(chosen)
         if self.KINDS[kind] == "long list" and rng.random() < 0.5:
             # Lists that repeat themselves, such as counting again and again, are the hardest ones.
             chosen = np.tile(chosen[: rng.integers(3, 11)], 13)[: len(chosen)]
         between = [np.array([data.comma])] if is_words and rng.random() < 0.5 else []
-        text, codes, num_frames = [data.texts[chosen[0]]], [], 0
+        text, codes, following, num_frames = [data.texts[chosen[0]]], [], [], 0
         for place, index in enumerate(chosen.tolist()):
             frames = data.codes[voice * len(data.texts) + index]
+            next_tokens = data.next_tokens[voice * len(data.texts) + index]
             if num_frames + len(frames) > LONGEST_FRAMES:
                 break
             if place > 0:
                 text += [*between, data.later_texts[index]]
             codes.append(frames)
+            after = data.later_texts[chosen[place + 1]][0] if place + 1 < len(chosen) else data.tts_tokens[2]
+            following.append(np.where(next_tokens < 0, after, next_tokens))
             num_frames += len(frames)
         if is_words and len(chosen) > 1 and rng.random() < 0.3:
             text.append(np.array([data.period]))
-        return SpokenAnswer(np.concatenate(text), np.concatenate(codes))
+        return RecordedAnswer(np.concatenate(text), np.concatenate(codes), np.concatenate(following))
+
+    def _with_answers(self, chosen: Ints) -> Ints:
+        """Replaces some of the chosen sentences by answers of the demo, which are few and would come too seldom."""
+        for share, number in ANSWERS_SHARES:
+            low = self._data.num_words
+            answers = self._rng.integers(low, low + number, len(chosen))
+            chosen = np.where(self._rng.random(len(chosen)) < share, answers, chosen)
+        return chosen
 
 
 class UserTurns:
@@ -134,6 +158,8 @@ class TalkerBatch:
     """Gives the codes of the frame on a row, -1 for none."""
     targets: torch.Tensor
     """Gives the codes of the next frame; after the last one the first code is CODEC_EOS and the others IGNORED."""
+    next_tokens: torch.Tensor
+    """Gives the token after the word of the next frame, as `RecordedAnswer` does; IGNORED elsewhere."""
 
 
 class TalkerBatches:
@@ -145,9 +171,9 @@ class TalkerBatches:
         self._answers = Answers(data, self._rng)
         self._users = UserTurns(data, self._rng)
 
-    def draw(self) -> TalkerBatch:
-        """Returns answers of one kind, with about `ROWS_PER_STEP` rows together."""
-        kind = self._answers.kind()
+    def draw(self, is_list: bool = False) -> TalkerBatch:
+        """Returns answers of one kind, or short lists, with about `ROWS_PER_STEP` rows together."""
+        kind = Answers.KINDS.index("list") if is_list else self._answers.kind()
         # A long prompt now and then, because most prompts with media are long.
         most_rows = int(self._rng.choice((8, 24, 64, 400), p=(0.3, 0.35, 0.25, 0.1)))
         sequences: list[_Rows] = []
@@ -161,7 +187,7 @@ class TalkerBatches:
                 return _padded(sequences)
             sequences.append(sequence)
 
-    def _rows(self, said: SpokenAnswer, voice: int, user_ids: Ints, user_media: Ints) -> _Rows:
+    def _rows(self, said: RecordedAnswer, voice: int, user_ids: Ints, user_media: Ints) -> _Rows:
         pad, first, end = self._data.tts_tokens.tolist()
         num_frames = len(said.codes)
         trailing = np.concatenate([said.text[1:], [end], np.full(num_frames, pad)])[:num_frames]
@@ -178,7 +204,9 @@ class TalkerBatches:
         targets[-1, 0] = CODEC_EOS
         media = np.full(len(text), -1)
         media[: len(user_media)] = user_media
-        return _Rows(text, media, special, codes, targets)
+        next_tokens = np.full(len(text), IGNORED)
+        next_tokens[num_prompt - 1 : -1] = said.next_tokens
+        return _Rows(text, media, special, codes, targets, next_tokens)
 
     def _disturbed(self, codes: Ints) -> Ints:
         """Returns the codes with some frames replaced by frames from anywhere."""
@@ -195,6 +223,7 @@ class _Rows:
     special: Ints
     codes: Ints
     targets: Ints
+    next_tokens: Ints
 
 
 def _padded(sequences: list[_Rows]) -> TalkerBatch:
@@ -213,6 +242,7 @@ def _padded(sequences: list[_Rows]) -> TalkerBatch:
         stacked("special", -1),
         stacked("codes", -1),
         stacked("targets", IGNORED),
+        stacked("next_tokens", IGNORED),
     )
 
 
@@ -225,6 +255,7 @@ class TalkerLessons(nn.Module):
     def __init__(self, talker: Any, embeddings: torch.Tensor, media_rows: torch.Tensor) -> None:
         super().__init__()
         self.talker = talker
+        self.next_token_head = nn.Linear(talker.config.text_config.hidden_size, len(embeddings))
         self.register_buffer("embeddings", embeddings, persistent=False)
         self.register_buffer("media_rows", media_rows, persistent=False)
 
@@ -242,14 +273,16 @@ class TalkerLessons(nn.Module):
             rows = rows + table(ids.clamp_min(0)) * (ids >= 0)[..., None]
         return rows
 
-    def losses(self, batch: TalkerBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the losses of the talker and of its code predictor."""
+    def losses(self, batch: TalkerBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the losses of the talker, of its code predictor, and of the next words' tokens."""
         hidden = self.talker.model(inputs_embeds=self.rows(batch), use_cache=False).last_hidden_state
+        following = cross_entropy(self.next_token_head(hidden).flatten(0, 1), batch.next_tokens.flatten())
         is_said = batch.targets[..., 0] >= 0
         hidden, targets = hidden[is_said], batch.targets[is_said]
         first = cross_entropy(self.talker.codec_head(hidden), targets[:, 0])
         has_frame = targets[:, 1] >= 0
-        return first, self._predictor_loss(hidden[has_frame], targets[has_frame])
+        others = self._predictor_loss(hidden[has_frame], targets[has_frame])
+        return first, others, following
 
     def _predictor_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         predictor = self.talker.code_predictor
@@ -291,16 +324,16 @@ def train_talker(
     table of text embeddings."""
     talker = new_talker(thinker, seed)
     lessons = TalkerLessons(talker, embeddings.float(), torch.from_numpy(data.media_rows)).to(device).train()
-    optimizers = Optimizers(talker, PEAK_RATE, num_steps, {})
+    optimizers = Optimizers(lessons, PEAK_RATE, num_steps, {})
     batches = TalkerBatches(data, seed)
     smooth = [0.0, 0.0]
     with tqdm(range(num_steps), desc="talker", mininterval=5, disable=quiet) as bar:
         for step in bar:
-            batch = batches.draw()
+            batch = batches.draw(is_list=step < LISTS_SHARE * num_steps)
             moved = TalkerBatch(*(getattr(batch, name).to(device) for name in TalkerBatch.__slots__))
-            first, others = lessons.losses(moved)
-            (first + others).backward()
-            torch.nn.utils.clip_grad_norm_(talker.parameters(), GRADIENT_NORM)
+            first, others, following = lessons.losses(moved)
+            (first + others + following).backward()
+            torch.nn.utils.clip_grad_norm_(lessons.parameters(), GRADIENT_NORM)
             optimizers.step()
             if step % 10 == 0:
                 values = [float(first.detach()), float(others.detach())]

@@ -130,11 +130,19 @@ class Marks:
     audio_end: int | None = None
 
 
+def _is_whole(config: Mapping[str, Any], layout: Layout) -> bool:
+    """Returns whether a checkpoint holds more than the thinker. One whose architecture was registered from outside
+    shows it by its `thinker_config`."""
+    if not set(layout.whole_architectures).isdisjoint(config.get("architectures") or ()):
+        return True
+    return bool(layout.whole_architectures) and "thinker_config" in config
+
+
 def read_config(model_dir: Path, layout: Layout) -> QwenVLConfig:
     """Reads the family's config from `model_dir`. Raises ConfigError for missing or broken files and for what Weft
     can't run."""
     raw, config = read_json(model_dir / "config.json")
-    is_thinker_only = set(layout.whole_architectures).isdisjoint(config.get("architectures") or ())
+    is_thinker_only = not _is_whole(config, layout)
     model = config if is_thinker_only else section(config, "thinker_config")
     text = _with_defaults(_text_section(model, layout), layout.text_defaults)
     vision = _with_defaults(section(model, "vision_config"), layout.vision_defaults)

@@ -90,7 +90,7 @@ def test_a_deeply_nested_message_is_refused(codec: TextCodec) -> None:
 
 def test_the_end_of_turn_is_known(codec: TextCodec) -> None:
     assert codec.eos_token_ids == (codec.token_id("<|im_end|>"),)
-    assert codec.vocab_size == 2048
+    assert codec.vocab_size == 2051
     assert codec.token_text(codec.eos_token_ids[0]) == "<|im_end|>"
     assert codec.token_text(99_999) is None
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-TTS_TOKENS = TTS_PAD, TTS_BOS, TTS_EOS = "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>"
-"""Names the text tokens that tell the talker where the text begins and ends."""
+from deploy.demo.tokenizer import TTS_BOS, TTS_EOS, TTS_PAD, Vocabulary
+
 ARCHITECTURE = "Qwen3OmniMoeForConditionalGeneration"
 SAMPLE_RATE = 24_000
 UPSAMPLE_RATES = (8, 5, 4, 3)
@@ -31,6 +31,9 @@ SPEAKER_TO_ID = {"ethan": CODEBOOK_SIZE + 6, "chelsie": CODEBOOK_SIZE + 7}
 ACCEPT_HIDDEN_LAYER = 2
 """Names the layer of the thinker whose outputs at the positions of media the talker sees; the thinker has four."""
 
+TALKER_GENERATION: Mapping[str, Any] = {"talker_do_sample": False, "talker_repetition_penalty": 1.0}
+"""Holds what stands in generation_config.json for the talker: the most likely codes, and no penalty for codes that come
+again, because the frames of a word that is said twice are the same."""
 CODE2WAV_HIDDEN = 128
 TALKER_HIDDEN = 128
 SLIDING_WINDOW = 8
@@ -122,8 +125,9 @@ def talker_config(thinker: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def whole_config(thinker: Mapping[str, Any], token_to_id: Mapping[str, int]) -> dict[str, Any]:
-    """Returns the config of the whole model. `token_to_id` maps special tokens and the words of roles to their ids."""
+def whole_config(thinker: Mapping[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Returns the config of the whole model around a thinker's config."""
+    token_to_id = vocabulary.special_token_to_id
     inner = {key: value for key, value in thinker.items() if key != "transformers_version"}
     return {
         "architectures": [ARCHITECTURE],
@@ -138,7 +142,7 @@ def whole_config(thinker: Mapping[str, Any], token_to_id: Mapping[str, int]) -> 
         "tts_pad_token_id": token_to_id[TTS_PAD],
         "tts_bos_token_id": token_to_id[TTS_BOS],
         "tts_eos_token_id": token_to_id[TTS_EOS],
-        "system_token_id": token_to_id["system"],
-        "user_token_id": token_to_id["user"],
-        "assistant_token_id": token_to_id["assistant"],
+        "system_token_id": vocabulary.role_to_id["system"],
+        "user_token_id": vocabulary.role_to_id["user"],
+        "assistant_token_id": vocabulary.role_to_id["assistant"],
     }
