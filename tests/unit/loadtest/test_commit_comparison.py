@@ -110,6 +110,7 @@ def test_the_command_line_lists_it() -> None:
         "prediction",
         "isolation",
         "serve",
+        "speech",
         "figures",
         "index",
         "http",
