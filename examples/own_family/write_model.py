@@ -21,7 +21,8 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="is the directory in which the checkpoint is written")
     directory = parser.parse_args().directory
     demo = demo_checkpoint()
-    vocab_size = json.loads((demo / "config.json").read_text())["text_config"]["vocab_size"]
+    config = json.loads((demo / "config.json").read_text())
+    vocab_size = config["thinker_config"]["text_config"]["vocab_size"]
     torch.manual_seed(0)
     model = MistralForCausalLM(
         MistralConfig(

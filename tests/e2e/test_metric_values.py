@@ -367,6 +367,23 @@ CHECKS: dict[str, Callable[[str], Check]] = {
 }
 
 ELSEWHERE = {
+    "weft_stage_waiting_requests": ("tests/unit/router/test_stage_series.py", '"weft_stage_waiting_requests": 3,'),
+    "weft_stage_running_requests": ("tests/unit/router/test_stage_series.py", '"weft_stage_running_requests": 4,'),
+    "weft_stage_requests_waiting_for_chunk": (
+        "tests/unit/router/test_stage_series.py",
+        '"weft_stage_requests_waiting_for_chunk": 5,',
+    ),
+    "weft_stage_step_seconds": ("tests/unit/router/test_stage_series.py", '"weft_stage_step_seconds": 0.25,'),
+    "weft_stage_steps_total": ("tests/unit/router/test_stage_series.py", '"weft_stage_steps_total": 7,'),
+    "weft_stage_chunks_received_total": (
+        "tests/unit/router/test_stage_series.py",
+        '"weft_stage_chunks_received_total": 8,',
+    ),
+    "weft_stage_chunks_sent_total": ("tests/unit/router/test_stage_series.py", '"weft_stage_chunks_sent_total": 9,'),
+    "weft_stage_outputs_total": ("tests/unit/router/test_stage_series.py", '"weft_stage_outputs_total": 10,'),
+    "weft_stage_stalls_total": ("tests/unit/router/test_stage_series.py", '"weft_stage_stalls_total": 11,'),
+    "weft_stage_pool_used": ("tests/unit/router/test_stage_series.py", '"weft_stage_pool_used": 12,'),
+    "weft_stage_pool_size": ("tests/unit/router/test_stage_series.py", '"weft_stage_pool_size": 13,'),
     "weft_router_first_audio_seconds": (
         "tests/unit/router/test_speech_series.py",
         'value(registry, "first_audio_seconds_sum") == pytest.approx(0.5)',

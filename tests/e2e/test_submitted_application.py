@@ -101,19 +101,19 @@ def check_live_changes(ray: SubmittedRay, ports: list[int], replicas: dict[str, 
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
 
     address = ray.node_address(), ports[1]
-    assert refusing(*address) == {"router": 0, "encoder": 0, "worker": 0}
+    assert refusing(*address) == {"router": 0, "encoder": 0, "worker": 0, "stage": 0}
     ray.submit(application(ports, live | {"router": {"max_num_choices": 0}}))
     said = "router.max_num_choices: the value must be greater than or equal to 1, not 0"
     eventually(
         lambda: any(said in path.read_text(errors="replace") for path in ray.head.folder.rglob("worker-*.err")), 60
     )
-    eventually(lambda: refusing(*address) == {"router": 1, "encoder": 1, "worker": 1}, 60)
+    eventually(lambda: refusing(*address) == {"router": 1, "encoder": 1, "worker": 1, "stage": 0}, 60)
     assert f"(1 router, 1 encoder, 1 worker), so the former values stay: {said}" in status(url, ray.head.folder)
     assert ask(url).status_code == 401, "the former keys stay"
 
     ray.submit(application(ports))
     eventually(lambda: ask(url, n=2).status_code == 200, 60)
-    eventually(lambda: refusing(*address) == {"router": 0, "encoder": 0, "worker": 0}, 60)
+    eventually(lambda: refusing(*address) == {"router": 0, "encoder": 0, "worker": 0, "stage": 0}, 60)
     assert ray.replicas() == replicas, "no replica has started again"
     assert ray.state()["status"] == "RUNNING"
 
