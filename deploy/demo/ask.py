@@ -18,7 +18,7 @@ import ssl
 import sys
 import time
 import wave
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -136,6 +136,17 @@ def ask(client: httpx.Client, model: str, sample: Sample) -> Answer:
         "stream": True,
     }
     started, first_token_s, text = time.perf_counter(), 0.0, ""
+    for delta in streamed_deltas(client, body):
+        piece = delta.get("content") or ""
+        if piece and not text:
+            first_token_s = time.perf_counter() - started
+        text += piece
+    return Answer(text, first_token_s)
+
+
+def streamed_deltas(client: httpx.Client, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields the `delta` of each chunk of a streamed chat completion. Raises Unavailable if the cluster refuses the
+    request or fails."""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
         if response.status_code != 200:
             raise Unavailable(f"the cluster answered with status {response.status_code}: {response.read().decode()}")
@@ -146,11 +157,7 @@ def ask(client: httpx.Client, model: str, sample: Sample) -> Answer:
             if "error" in event:
                 raise Unavailable(f"the cluster ended the answer with an error: {event['error']['message']}")
             for choice in event["choices"]:
-                piece = choice["delta"].get("content") or ""
-                if piece and not text:
-                    first_token_s = time.perf_counter() - started
-                text += piece
-    return Answer(text, first_token_s)
+                yield choice["delta"]
 
 
 def questions(seed: int, refused: Sequence[str] = ()) -> list[Question]:

@@ -8,7 +8,6 @@ cluster by its HTTP API alone.
 from __future__ import annotations
 
 import base64
-import json
 import shutil
 import ssl
 import subprocess
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 import httpx
 import numpy as np
 
-from deploy.demo.ask import TIMEOUT_S, messages
+from deploy.demo.ask import TIMEOUT_S, messages, streamed_deltas
 from deploy.demo.drawing.facts import Sample
 from deploy.demo.tasks.catalogue import TASKS
 from fabric.contracts import Unavailable
@@ -110,15 +109,6 @@ def spoken_pieces(client: httpx.Client, model: str, voice: str, sample: Sample) 
     """Yields the pieces of a spoken answer as they come. Raises Unavailable if the cluster refuses or fails."""
     body: dict[str, Any] = {"model": model, "messages": messages(sample), "temperature": 0, "stream": True}
     body |= {"modalities": ["text", "audio"], "audio": {"voice": voice, "format": "pcm16"}}
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise Unavailable(f"the cluster answered with status {response.status_code}: {response.read().decode()}")
-        for line in response.iter_lines():
-            if not line.startswith("data:") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data:"))
-            if "error" in event:
-                raise Unavailable(f"the cluster ended the answer with an error: {event['error']['message']}")
-            for choice in event["choices"]:
-                audio = choice["delta"].get("audio") or {}
-                yield SpokenPiece(audio.get("transcript", ""), base64.b64decode(audio.get("data", "")))
+    for delta in streamed_deltas(client, body):
+        audio = delta.get("audio") or {}
+        yield SpokenPiece(audio.get("transcript", ""), base64.b64decode(audio.get("data", "")))

@@ -19,6 +19,7 @@ from fabric.contracts import (
     GenerateResult,
     MediaItem,
     MemberId,
+    NoCapacity,
     StageFrame,
     StagePrompt,
     Unavailable,
@@ -125,8 +126,10 @@ class Attempt:
     def _plan_speech(self, plan: RoutePlan, excluded: frozenset[MemberId], now: float) -> SpeechCalls | None:
         """Chooses the stages that speak the answer, if the client wants to hear it. Raises NoCapacity."""
         prompt, worker = self._prompt, self._context.members.get(plan.worker_id)
-        if self.track is None or prompt.speech is None or worker is None:
+        if self.track is None or prompt.speech is None:
             return None
+        if worker is None:
+            raise NoCapacity(f"the worker {plan.worker_id} has left the cluster")
         stage_plan = self._context.stages.plan(worker, excluded, now)
         spoken = SpokenAttempt(
             self.attempt_id,

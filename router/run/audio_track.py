@@ -54,7 +54,3 @@ class AudioTrack:
         taken = b"".join(self._fresh)
         self._fresh.clear()
         return taken
-
-    @property
-    def seconds(self) -> float:
-        return self.num_samples / self.sample_rate

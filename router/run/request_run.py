@@ -333,10 +333,11 @@ class RequestRun:
         """Returns, per choice, the tokens after which the next attempt continues. If a choice is finished and only its
         speech is missing, its last token is drawn again: a worker computes the prompt of a request that has something
         to draw, and the talker may need hidden rows of it."""
-        emitted = [choice.emitted for choice in self.stream.choices]
-        if self.stream.audio is not None and self._prompt.media:
-            return [tokens[:-1] for tokens in emitted]
-        return emitted
+        is_redrawn = self.stream.audio is not None and bool(self._prompt.media)
+        return [
+            choice.emitted[:-1] if is_redrawn and choice.is_finished else choice.emitted
+            for choice in self.stream.choices
+        ]
 
     async def _hear(self, attempt: Attempt) -> None:
         """Waits until all sound of the answer is there. Raises the error with which the speech has failed."""

@@ -126,7 +126,7 @@ def test_a_request_that_the_model_refuses_ends_at_once(root: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_aborts_at_random_moments_leave_nothing(kind: str, root: Path) -> None:
-    """Of 300 requests most are cancelled, or aborted by a message, at one stage or both; the rest must be right."""
+    """Most of 300 requests are cancelled, or aborted by a message, at one stage or both. The rest must be right."""
     draws = random.Random(7)
 
     async def one(toy: ToyPipeline, number: int) -> bool:
