@@ -170,7 +170,10 @@ class ProcessPeer:
         self._ask("clear")
 
     def freeze(self) -> None:
+        """Stops the process, and returns when all of its threads stand still: until then its transfer thread may go on
+        sending."""
         self._signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, self._pid, os.WSTOPPED)
 
     def thaw(self) -> None:
         self._signal(signal.SIGCONT)
@@ -197,8 +200,12 @@ class ProcessPeer:
         return result
 
     def _signal(self, number: int) -> None:
+        os.kill(self._pid, number)
+
+    @property
+    def _pid(self) -> int:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        return self._process.pid
 
 
 class World:
