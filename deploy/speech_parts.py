@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from deploy.config import ClusterConfig
-from deploy.stages_config import StageSection, StagesSection
+from deploy.stages_config import CODE2WAV, StageSection, StagesSection
 from fabric.contracts import ConfigError, MemberId, MemberStage, SystemClock
 from fabric.transport import Plane, StageConnector
 from modalities.speech_traits import SpeechTraits, read_speech_traits
@@ -140,16 +140,20 @@ def build_stage(
         dict(stage.extra),
         ChunkPatience(stall_s=stages.stall_s),
     )
+    traits = read_speech_traits(model_dir)
     settings = StageSettings(
         stage_id=stage.stage_id,
         model_stage=stage_name(stage),
         worker_type=stage.worker_type,
         max_num_seqs=stage.max_num_seqs,
-        max_step_units=stage.max_step_tokens,
+        max_step_units=stage.step_tokens,
         num_blocks=stage.num_blocks,
         block_size=stage.block_size,
         max_states=stage.max_states,
-        sample_rate=read_speech_traits(model_dir).sample_rate,
+        unit_s=traits.frame_s if is_last else None,
+        is_just_in_time=is_last and stage.is_just_in_time,
+        fills_steps=stage.fills_steps,
+        sample_rate=traits.sample_rate,
         chunks=chunks,
     )
     return StageService(
@@ -165,7 +169,7 @@ def load_stage_model(config: ClusterConfig, model_dir: Path, stage: StageSection
     if stage.model_stage == "talker":
         pool = (stage.num_blocks, stage.block_size)
         return load_talker(model_dir, stage.devices, config.model.dtype, pool)
-    if stage.model_stage == "code2wav":
+    if stage.model_stage == CODE2WAV:
         # A sound shows how its samples are rounded, and this network is small beside the others.
         dtype = "float32" if stage.devices == "cpu" else config.model.dtype
         context = stage.extra.get("left_context_frames")

@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 from deploy.config_values import Device, RayResources, Section
 
 Setting = int | float | str
+CODE2WAV = "code2wav"
+AR_STEP_TOKENS, GENERATION_STEP_FRAMES, CPU_STEP_FRAMES = 512, 3200, 50
 CONNECTOR_NAMES = {"SharedMemoryConnector": "shared_memory", "NixlConnector": "nixl"}
 """Maps the names of connectors in vLLM-Omni's files to those of Weft."""
 
@@ -41,8 +43,13 @@ class StageSection(Section):
     """Sets the number of CPUs that Ray reserves for each replica; 0 reserves none."""
     max_num_seqs: int = Field(32, ge=1)
     """Limits the requests in one batch."""
-    max_step_tokens: int = Field(512, ge=1)
-    """Limits the positions that one step of an `ar` stage computes."""
+    max_step_tokens: int | None = Field(None, ge=1)
+    """Limits the positions, or the codec frames, that one step computes. By default an `ar` stage computes 512, and a
+    `generation` stage 3,200, but code2wav on a CPU 50: what becomes urgent waits for the step under way, and a core
+    gains nothing from larger batches."""
+    just_in_time: bool | None = None
+    """Says that the last stage computes a chunk only when its listener needs it soon or when the answer is complete,
+    which leaves the processor to the stage before it. By default it does so with a share of a GPU."""
     num_blocks: int = Field(1024, ge=2)
     """Sets the number of KV blocks of an `ar` stage."""
     block_size: int = Field(16, ge=1)
@@ -54,6 +61,25 @@ class StageSection(Section):
     the model."""
     extra: dict[str, Setting] = Field({})
     """Holds settings of the stage's own functions, such as `codec_chunk_frames`."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Returns `max_step_tokens`, or its default."""
+        if self.max_step_tokens is not None:
+            return self.max_step_tokens
+        if self.worker_type == "ar":
+            return AR_STEP_TOKENS
+        return GENERATION_STEP_FRAMES if self.fills_steps else CPU_STEP_FRAMES
+
+    @property
+    def fills_steps(self) -> bool:
+        """Says whether a step takes hardly longer with more requests in it, as code2wav does not on a CPU."""
+        return self.model_stage != CODE2WAV or self.devices != "cpu"
+
+    @property
+    def is_just_in_time(self) -> bool:
+        """Returns `just_in_time`, or its default."""
+        return 0 < self.gpus_per_replica < 1 if self.just_in_time is None else self.just_in_time
 
 
 class StageLinkSection(Section):
@@ -77,7 +103,7 @@ class StageLinkSection(Section):
 DEFAULT_STAGES = (
     StageSection(stage_id=0, model_stage="thinker"),
     StageSection(stage_id=1, model_stage="talker"),
-    StageSection(stage_id=2, model_stage="code2wav", worker_type="generation", max_num_seqs=64),
+    StageSection(stage_id=2, model_stage=CODE2WAV, worker_type="generation", max_num_seqs=64),
 )
 """Describes the pipeline of Qwen3-Omni."""
 

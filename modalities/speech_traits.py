@@ -7,6 +7,7 @@ The module reads JSON and imports no torch. It knows nothing of how speech is ma
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from fabric.contracts import ConfigError
 MODEL_TYPE = "qwen3_omni_moe"
 SAMPLE_RATE = 24_000
 """Is the sample rate of the code2wav of Qwen3-Omni, whose config does not state it."""
+DEFAULT_RATES = {"upsample_rates": (8, 5, 4, 3), "upsampling_ratios": (2, 2)}
+"""Holds transformers' defaults of `code2wav_config`; their product is the samples of one codec frame."""
 DEFAULT_ACCEPTED_LAYER = 18
 """Is transformers' default of `talker_config.accept_hidden_layer`."""
 
@@ -27,6 +30,8 @@ class SpeechTraits:
     voices: tuple[str, ...]
     """Lists the voices in lower case, the first of which speaks by default."""
     sample_rate: int
+    frame_s: float
+    """Is how long a codec frame plays, in seconds."""
     media_layer: int
     """Is the index of the thinker's layer whose output the talker takes at the positions of media."""
 
@@ -49,5 +54,7 @@ def read_speech_traits(model_dir: Path) -> SpeechTraits:
     accepted = int(talker.get("accept_hidden_layer", DEFAULT_ACCEPTED_LAYER))
     if accepted < 1:
         raise ConfigError(f"talker_config.accept_hidden_layer is {accepted}, but Weft stores rows of layers from 1 on")
+    code2wav: dict[str, Any] = config.get("code2wav_config") or {}
+    num_samples = math.prod(math.prod(code2wav.get(name, default)) for name, default in DEFAULT_RATES.items())
     # transformers counts hidden states from the embeddings on, so number 1 is the output of layer 0.
-    return SpeechTraits(voices, SAMPLE_RATE, accepted - 1)
+    return SpeechTraits(voices, SAMPLE_RATE, num_samples / SAMPLE_RATE, accepted - 1)

@@ -1,9 +1,10 @@
 """Makes the input of the next stage from what a stage of Qwen3-Omni makes.
 
 A stage config names these functions by import path; the transfer adapter calls them in the engine's thread
-(`llm_workers.stages.NextStageInput`). `thinker_to_talker` hands tokens and hidden states on as they come.
-`talker_to_code2wav` collects frames: the first chunk is small, so that the sound begins early, and all later ones have
-the same size. In the sequential pipeline, both return one payload at the end.
+(`llm_workers.stages.NextStageInput`). `thinker_to_talker` hands hidden states and the first tokens on as they come, and
+later tokens a few at a time.
+`talker_to_code2wav` collects frames: the first chunk is small, so that the sound begins early, and the next ones grow
+with what the listener has, up to the usual size. In the sequential pipeline, both return one payload at the end.
 
 The module is pure, and knows nothing of tensors, connectors and keys.
 """
@@ -17,23 +18,31 @@ import numpy as np
 
 from llm_workers.stages import ChunkAccumulator, Payload, StageOutput
 
+MOST_CHUNK_TOKENS = 8
+"""Limits the tokens of a chunk unless the stage config sets `most_chunk_tokens`."""
+_TOKENS_PER_HELD = 4
+"""A chunk has at most one token for each of so many tokens before it. The talker makes a frame of sound from each
+token, so the tokens before last far longer than the few that are held back, and each chunk costs time of the thinker
+and the talker."""
 CODEC_CHUNK_FRAMES = 25
-"""Is the size of a chunk of frames unless the stage config sets `codec_chunk_frames`: 2 s of sound."""
+"""Is the size of the later chunks of frames unless the stage config sets `codec_chunk_frames`: 2 s of sound."""
 LEAST_FIRST_FRAMES = 4
 """Is the size of the first chunk while few requests run, unless the stage config sets `initial_codec_chunk_frames`."""
 _RUNNING_PER_FRAME = 2
 """With more running requests than this many for each frame of the least first chunk, first chunks grow, because each
 chunk is a place in a batch of the next stage."""
+_GROWTH = 2
+"""A chunk has at most so many times the frames of all chunks before it, so that it is there before those have been
+heard if making it takes less than half of the time for which they play."""
 
 
 def thinker_to_talker(accumulator: ChunkAccumulator, output: StageOutput) -> Payload | None:
     """Returns hidden states of the prompt's media (`prompt_hidden`, `prompt_hidden_at`) and generated tokens
     (`token_ids`, `first_index`)."""
-    if accumulator.is_async:
-        is_empty = not _size(output.values, "token_ids") and not _size(output.values, "prompt_hidden")
-        return None if is_empty and not output.is_finished else output.values
-    accumulator.held.append(output)
-    if not output.is_finished:
+    if output.is_finished or _size(output.values, "token_ids") or _size(output.values, "prompt_hidden"):
+        accumulator.held.append(output)
+    is_due = accumulator.is_async and _is_due(accumulator)
+    if not (is_due or output.is_finished):
         return None
     held = _taken(accumulator)
     payload: dict[str, Any] = {}
@@ -45,13 +54,24 @@ def thinker_to_talker(accumulator: ChunkAccumulator, output: StageOutput) -> Pay
     return payload
 
 
+def _is_due(accumulator: ChunkAccumulator) -> bool:
+    """Returns whether what is held for the talker makes a chunk: rows of media always do, tokens if there are enough of
+    them."""
+    tokens = [output.values for output in accumulator.held if _size(output.values, "token_ids")]
+    if not tokens:
+        return bool(accumulator.held)
+    num_sent = int(tokens[0]["first_index"])
+    most = int(accumulator.settings.get("most_chunk_tokens", MOST_CHUNK_TOKENS))
+    return sum(_size(values, "token_ids") for values in tokens) >= min(most, max(1, num_sent // _TOKENS_PER_HELD))
+
+
 def talker_to_code2wav(accumulator: ChunkAccumulator, output: StageOutput) -> Payload | None:
     """Returns `codes`, int64 `(num_frames, num_groups)`, and `first_frame`, once there are enough frames for a
     chunk."""
     if output.num_outputs:
         accumulator.held.append(output)
     num_frames = sum(held.num_outputs for held in accumulator.held)
-    is_due = accumulator.is_async and num_frames >= _chunk_frames(accumulator)
+    is_due = accumulator.is_async and num_frames > 0 and num_frames >= _chunk_frames(accumulator)
     if not (is_due or output.is_finished):
         return None
     held = _taken(accumulator)
@@ -61,11 +81,12 @@ def talker_to_code2wav(accumulator: ChunkAccumulator, output: StageOutput) -> Pa
 
 
 def _chunk_frames(accumulator: ChunkAccumulator) -> int:
-    """Returns the size of the next chunk in frames."""
+    """Returns the size of the next chunk in frames, of which at least one is held."""
     settings = accumulator.settings
     size = int(settings.get("codec_chunk_frames", CODEC_CHUNK_FRAMES))
     if accumulator.num_chunks:
-        return size
+        num_sent = int(accumulator.held[0].values["first_frame"])
+        return min(size, _GROWTH * num_sent)
     chosen = accumulator.request.options.get("initial_codec_chunk_frames")
     if chosen is not None:
         return min(size, int(chosen))

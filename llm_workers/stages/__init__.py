@@ -3,13 +3,15 @@
 `stage_model` defines what a stage's engine knows of the model that it runs. `thinker_outlet` hands what the thinker's
 engine makes to the next stage. `transfer_adapter` moves data between a stage and its connectors in the background;
 `chunk_adapter` is the adapter for chunks, with the bookkeeping of `chunk_inputs` and the bytes of `chunk_payload`.
-`stage_scheduler` decides what each step of a stage computes, and `stage_engine` runs the thread that computes it.
+`stage_scheduler` decides what each step of an autoregressive stage computes, and `generation_scheduler` that of the
+others; `stage_engine` runs the thread that computes it.
 `stage_service` is one replica of a stage around that engine, with the `stage_settings`.
 """
 
 from llm_workers.stages.chunk_adapter import ChunkSettings, ChunkTransferAdapter
 from llm_workers.stages.chunk_inputs import ChunkInputs, ChunkPatience, Disposition, LoadedChunks
 from llm_workers.stages.chunk_payload import ChunkName, ReceivedChunk, decode_chunk, encode_chunk
+from llm_workers.stages.generation_scheduler import GenerationStageScheduler, Pacing
 from llm_workers.stages.stage_engine import EndedStage, EngineOutput, StageEngine, StageNumbers, StageTally, StageUpdate
 from llm_workers.stages.stage_model import (
     ChunkAccumulator,
@@ -24,7 +26,6 @@ from llm_workers.stages.stage_model import (
 from llm_workers.stages.stage_scheduler import (
     ArStageScheduler,
     ChunkSource,
-    GenerationStageScheduler,
     RestoredRequest,
     StageScheduler,
     StageStatus,
@@ -51,6 +52,7 @@ __all__ = [
     "GenerationStageScheduler",
     "LoadedChunks",
     "NextStageInput",
+    "Pacing",
     "Payload",
     "ReceivedChunk",
     "RestoredRequest",

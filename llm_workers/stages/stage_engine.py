@@ -3,7 +3,7 @@ one step, and hands over one update.
 
 The outputs of a step go to the transfer adapter, which sends them to the next stage, or into the update at the last
 stage. A request of an earlier stage stays open until its last chunk has reached the next stage. With nothing to
-compute, the thread sleeps until a command, a chunk or a save wakes it.
+compute, the thread sleeps until a command, a chunk or a save wakes it, or until the scheduler's next step is due.
 
 A step that fails is tried again one request at a time, so that only the request that causes the failure ends; its
 error travels to the next stage as a chunk. A failed device ends the engine with WorkerLost. This module knows nothing
@@ -242,8 +242,10 @@ class StageEngine:
             update.numbers = self._numbers()
             self._on_update(update)
         else:
+            due_s = self._scheduler.next_step_s()
             with self._changed:
-                self._changed.wait_for(lambda: self._is_woken)
+                timeout_s = None if due_s is None else max(due_s - self._clock.now(), 0.0)
+                self._changed.wait_for(lambda: self._is_woken, timeout_s)
 
     # ------------------------------------------------------------ commands
 

@@ -1,7 +1,7 @@
-"""Decides what each step of a stage computes: `ArStageScheduler` for autoregressive stages (a talker), and
-`GenerationStageScheduler` for the others (code2wav).
+"""Decides what each step of a stage computes. `StageScheduler` holds what all stages share, and `ArStageScheduler` is
+for autoregressive stages (a talker); the one for other stages (code2wav) is in `generation_scheduler`.
 
-Both put two hooks around the choice of a step, so that no request that waits for a chunk takes part in it, or holds a
+Two hooks stand around the choice of a step, so that no request that waits for a chunk takes part in it, or holds a
 place in a batch:
 
     process_pending_chunks   before it: a request with nothing to compute leaves the queues, in the state
@@ -9,8 +9,8 @@ place in a batch:
     restore_queues           after it: a request whose chunk is here comes back, with the chunk attached
 
 The engine also calls the hooks before `schedule` (`take_chunks`), so a chunk that is here already costs no step. One
-rule covers everything that is computed: the computed units of a request catch up with those that are ready. The oldest
-requests go first. This module knows nothing of tensors, of threads, or of what a chunk contains.
+rule covers everything that is computed: the computed units of a request catch up with those that are ready. This module
+knows nothing of tensors, of threads, or of what a chunk contains.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from fabric.contracts import (
     ConfigError,
@@ -36,8 +35,6 @@ from fabric.contracts import (
 from llm_workers.scheduling import BlockPool
 from llm_workers.stages.chunk_inputs import LoadedChunks
 from llm_workers.stages.stage_model import StageSpan
-
-_NO_BLOCKS: npt.NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
 
 class StageStatus(enum.Enum):
@@ -78,8 +75,13 @@ class StageSequence:
     num_computed: int = 0
     """Counts the units that are computed."""
     block_ids: list[int] = field(default_factory=list)
+    is_asking: bool = False
+    """Says whether its next chunk was asked for and is not here yet."""
     has_begun: bool = False
     """Says whether the model may hold a state for it (a generation stage)."""
+    due_s: float | None = None
+    """Says when its listener has heard everything that was made, or, before the first sound, since when there is
+    something to compute (a generation stage)."""
 
     @property
     def key(self) -> StageKey:
@@ -175,12 +177,17 @@ class StageScheduler(ABC):
         that have got their last chunk already."""
         idle: list[StageKey] = []
         for found in self._schedulable():
-            if self._num_units_ready(found.key) > found.num_computed:
+            has_units = self._num_units_ready(found.key) > found.num_computed
+            if has_units and not self._asks_early(found):
                 continue
             if found.has_last_chunk:
-                idle.append(found.key)
-            else:
+                if not has_units:
+                    idle.append(found.key)
+                continue
+            if not has_units:
                 found.state = StageStatus.WAITING_FOR_CHUNK
+            if not found.is_asking:
+                found.is_asking = True
                 self._source.load_async(found.key)
         return tuple(idle)
 
@@ -189,10 +196,12 @@ class StageScheduler(ABC):
         restored: list[RestoredRequest] = []
         for key in self._source.get_finished_requests():
             found = self._sequences.get(key)
-            if found is None or found.state is not StageStatus.WAITING_FOR_CHUNK:
+            if found is None or not found.is_asking:
                 continue
             loaded = self._source.take(key)
-            found.state = StageStatus.WAITING
+            found.is_asking = False
+            if found.state is StageStatus.WAITING_FOR_CHUNK:
+                found.state = StageStatus.WAITING
             found.has_last_chunk = any(chunk.is_last for chunk in loaded.chunks)
             restored.append(RestoredRequest(key, loaded))
         return tuple(restored)
@@ -205,6 +214,12 @@ class StageScheduler(ABC):
             if found is not None:
                 assert found.num_computed == span.start, f"{span.key} has computed {found.num_computed}, not {span}"
                 found.num_computed += span.num_units
+                self._computed(found, span.num_units)
+
+    def next_step_s(self) -> float | None:
+        """Returns when a step computes something without news from outside, on the scheduler's clock; None if no such
+        time is known."""
+        return None
 
     @abstractmethod
     def _choose(self, candidates: Sequence[StageSequence]) -> StageStep:
@@ -213,6 +228,14 @@ class StageScheduler(ABC):
 
     @abstractmethod
     def _free(self, found: StageSequence) -> None: ...
+
+    def _asks_early(self, found: StageSequence) -> bool:
+        """Says whether the next chunk of a request is asked for although it has units to compute."""
+        return False
+
+    def _computed(self, found: StageSequence, num_units: int) -> None:
+        """Notes that units of a request were computed."""
+        return
 
     def _num_ready(self, found: StageSequence) -> int:
         """Counts the units of a request that can be computed now."""
@@ -225,6 +248,7 @@ class StageScheduler(ABC):
         for key, found in self._sequences.items():
             assert found.key == key
             assert found.num_computed >= 0
+            assert found.is_asking or found.state is not StageStatus.WAITING_FOR_CHUNK
         assert self.count(StageStatus.RUNNING) <= self.max_num_seqs
         assert 0 <= self.pool_used <= self.pool_size
 
@@ -330,60 +354,3 @@ class ArStageScheduler(StageScheduler):
         assert len(set(held)) == len(held) == self._pool.num_used
         for each in self._sequences.values():
             assert each.num_computed <= len(each.block_ids) * self._block_size
-
-
-# ---------------------------------------------------------------- generation stages
-
-
-class GenerationStageScheduler(StageScheduler):
-    """Schedules a stage that turns units into outputs without feeding them back. A unit is a codec frame.
-
-    A step computes all ready units of up to `max_num_seqs` requests, and at most `max_step_units` units. A request
-    holds a state in the model from its first step to its end; at most `max_states` do, and younger ones wait."""
-
-    def __init__(
-        self,
-        source: ChunkSource,
-        num_units_ready: Callable[[StageKey], int],
-        max_num_seqs: int,
-        max_states: int,
-        max_step_units: int,
-    ) -> None:
-        super().__init__(source, num_units_ready, max_num_seqs)
-        for name, value in (("max_states", max_states), ("max_step_units", max_step_units)):
-            if value < 1:
-                raise ConfigError(f"stage: {name} must be at least 1, not {value}")
-        self._max_states, self._max_step_units = max_states, max_step_units
-        self._num_states = 0
-
-    @property
-    def pool_used(self) -> int:
-        return self._num_states
-
-    @property
-    def pool_size(self) -> int:
-        return self._max_states
-
-    def _choose(self, candidates: Sequence[StageSequence]) -> StageStep:
-        spans: list[StageSpan] = []
-        left = self._max_step_units
-        for found in candidates:
-            count = min(self._num_ready(found), left)
-            if count <= 0 or len(spans) == self.max_num_seqs:
-                continue
-            if not found.has_begun:
-                if self._num_states == self._max_states:
-                    continue
-                found.has_begun = True
-                self._num_states += 1
-            spans.append(StageSpan(found.key, found.num_computed, count, _NO_BLOCKS))
-            left -= count
-        return StageStep(tuple(spans))
-
-    def _free(self, found: StageSequence) -> None:
-        self._num_states -= found.has_begun
-        found.has_begun = False
-
-    def check_invariants(self) -> None:
-        super().check_invariants()
-        assert self._num_states == sum(each.has_begun for each in self._sequences.values())

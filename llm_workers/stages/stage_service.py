@@ -13,6 +13,7 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class StageService:
         self._member_id, self._settings, self._plane, self._clock = member_id, settings, plane, clock
         self._engine = StageEngine(
             model,
-            settings.make_scheduler,
+            partial(settings.make_scheduler, clock=clock),
             lambda on_loaded, on_saved: ChunkTransferAdapter(connectors, clock, settings.chunks, on_loaded, on_saved),
             clock,
             self._post,

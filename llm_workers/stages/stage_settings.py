@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fabric.contracts import ConfigError, StageKey
+from fabric.contracts import Clock, ConfigError, StageKey
 from llm_workers.stages.chunk_adapter import ChunkSettings
+from llm_workers.stages.generation_scheduler import GenerationStageScheduler, Pacing
 from llm_workers.stages.stage_model import WorkerType
 from llm_workers.stages.stage_scheduler import (
     ArStageScheduler,
     ChunkSource,
-    GenerationStageScheduler,
     StageScheduler,
 )
 
@@ -37,6 +37,13 @@ class StageSettings:
     """Limits the rows of one request of an autoregressive stage; None means that only the blocks do."""
     max_states: int = 256
     """Limits the requests whose state a generation stage holds."""
+    unit_s: float | None = None
+    """Is how long the output of one unit of a generation stage plays, in seconds; None means that nobody listens to its
+    outputs while they are made."""
+    is_just_in_time: bool = False
+    """Says that a generation stage computes what no listener needs yet only once a request is complete."""
+    fills_steps: bool = True
+    """Says that a step of a generation stage takes hardly longer with more requests in it."""
     sample_rate: int = 24_000
     """Is the rate of the samples that the last stage makes, in Hz."""
     report_interval_s: float = 0.2
@@ -52,7 +59,9 @@ class StageSettings:
                 f"stage {self.stage_id}: worker_type must be `ar` or `generation`, not {self.worker_type}"
             )
 
-    def make_scheduler(self, source: ChunkSource, num_units_ready: Callable[[StageKey], int]) -> StageScheduler:
+    def make_scheduler(
+        self, source: ChunkSource, num_units_ready: Callable[[StageKey], int], clock: Clock
+    ) -> StageScheduler:
         """Returns the scheduler of the stage's kind."""
         if self.worker_type == "ar":
             return ArStageScheduler(
@@ -64,6 +73,7 @@ class StageSettings:
                 self.max_step_units,
                 self.max_rows,
             )
+        pacing = None if self.unit_s is None else Pacing(self.unit_s, clock, self.is_just_in_time, self.fills_steps)
         return GenerationStageScheduler(
-            source, num_units_ready, self.max_num_seqs, self.max_states, self.max_step_units
+            source, num_units_ready, self.max_num_seqs, self.max_states, self.max_step_units, pacing
         )

@@ -17,6 +17,7 @@ from toy_speech import POISON, spoken
 
 from fabric.contracts import AbortAttempt, MemberId, RequestId, RouterHeartbeat, StageResult
 from fabric.transport import LocalHub
+from llm_workers.stages import ChunkName, StageChunk, encode_chunk
 
 KINDS = ["in_process", "shared_memory", pytest.param("nixl", marks=pytest.mark.nixl)]
 PROCESS_KINDS = KINDS[1:]
@@ -68,6 +69,45 @@ def test_the_samples_are_those_of_one_whole_decode(kind: str, is_async: bool, ro
             assert report.num_chunks_in == sum(results[1].num_chunks_in for results in found)
             for stage in toy.stages:
                 await stage.at_rest()
+
+    asyncio.run(speak())
+
+
+def test_a_stage_that_is_just_in_time_computes_the_rest_at_once(root: Path) -> None:
+    """Each frame plays for ten seconds, so only the first chunk is needed before the last one is here."""
+
+    async def speak() -> None:
+        async with ToyPipeline("shared_memory", root, frame_s=10.0) as toy:
+            names = [f"r{number}" for number in range(5)]
+            found = await asyncio.gather(*(toy.speak(name, (*PROMPT, 9), 33) for name in names))
+            for name, results in zip(names, found, strict=True):
+                assert codes_of(results) == [None, None]
+                assert results[1].num_chunks_in == 7
+                assert np.array_equal(toy.heard(name), as_int16(spoken((*PROMPT, 9), 33)))
+                assert len([frame for frame in toy.frames[RequestId(name)] if frame.samples]) <= 2
+            for stage in toy.stages:
+                await stage.at_rest()
+
+    asyncio.run(speak())
+
+
+def test_a_listener_who_runs_out_of_sound_wakes_a_stage_that_is_just_in_time(root: Path) -> None:
+    """The last chunk never comes, and nothing but the listener's need makes the stage compute the second one."""
+
+    async def speak() -> None:
+        async with ToyPipeline("in_process", root, frame_s=0.21) as toy:
+            request = toy.requests("r", PROMPT, 12)[1]
+            call = asyncio.create_task(toy.stages[1].service.run(request))
+            sender, inbox = toy.stages[0].connector, toy.stages[1].connector.inbox
+            for number in range(2):
+                chunk = StageChunk(request.key, number, False, {"codes": np.arange(5), "first_frame": 5 * number})
+                sender.put(0, inbox, str(ChunkName(request.key, 0, number)), encode_chunk(chunk, request.age))
+                give_up_s = time.monotonic() + 20.0
+                while len(toy.frames[RequestId("r")]) <= number:
+                    assert time.monotonic() < give_up_s, "the stage does not compute what is due"
+                    await asyncio.sleep(0.01)
+            toy.router.send(toy.stages[1].plane.address, AbortAttempt(RequestId("r"), 0))
+            assert codes_of([await call]) == ["aborted"]
 
     asyncio.run(speak())
 

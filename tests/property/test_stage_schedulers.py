@@ -2,7 +2,8 @@
 
 An autoregressive request has rows of a prompt, and then one row for each token that chunks bring; each of these rows
 needs the output of the row before it. A request of the other kind has units that chunks bring, and no order between
-them. In both kinds each step must compute only what is ready, once, within the limits, and in the end everything."""
+them. In both kinds each step must compute only what is ready, once, within the limits, and in the end everything. With
+a pacing, listeners play each unit for a second, and what they need first must come first."""
 
 from __future__ import annotations
 
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from stage_chunks import chunk, stage_request
 
-from fabric.contracts import ConfigError, ProtocolError, StageKey
+from fabric.contracts import ConfigError, ManualClock, ProtocolError, StageKey
 from llm_workers.stages import (
     ArStageScheduler,
     GenerationStageScheduler,
     LoadedChunks,
+    Pacing,
     RestoredRequest,
     StageChunk,
     StageScheduler,
@@ -48,6 +50,8 @@ class Counted:
     num_computed: int = 0
     has_last: bool = False
     is_waiting: bool = False
+    due_s: float | None = None
+    """Says when its listener has heard everything."""
 
     @property
     def is_complete(self) -> bool:
@@ -78,6 +82,7 @@ class CountingSource:
 
 class SchedulerMachine(RuleBasedStateMachine):
     is_autoregressive = True
+    is_just_in_time = False
 
     @initialize(
         max_num_seqs=st.integers(1, 4),
@@ -90,11 +95,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_num_seqs, self.max_step_units, self.num_blocks = max_num_seqs, max_step_units, num_blocks
         self.num_opened = 0
         source = CountingSource(self.requests)
-        self.scheduler: StageScheduler
-        if self.is_autoregressive:
-            self.scheduler = ArStageScheduler(source, self.ready, max_num_seqs, num_blocks, BLOCK, max_step_units)
-        else:
-            self.scheduler = GenerationStageScheduler(source, self.ready, max_num_seqs, max_states, max_step_units)
+        self.scheduler = self.new_scheduler(source, max_states)
+
+    def new_scheduler(self, source: CountingSource, max_states: int) -> StageScheduler:
+        limits = self.max_num_seqs, self.num_blocks, BLOCK, self.max_step_units
+        return ArStageScheduler(source, self.ready, *limits)
 
     def ready(self, key: StageKey) -> int:
         found = self.requests[key]
@@ -141,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self, is_early: bool, failing: set[int]) -> None:
         if is_early:
             self.receive(self.scheduler.take_chunks())
-        waiting = {key for key, found in self.requests.items() if found.is_waiting}
+        waiting = {key for key, found in self.requests.items() if self.is_at_rest(key)}
         plan = self.scheduler.schedule()
         for key in plan.preempted:
             self.requests[key].num_computed = 0
@@ -151,6 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             found = self.requests[span.key]
             found.num_computed += span.num_units
             found.num_made = max(found.num_made, found.num_computed)
+            self.played_later(found, span.num_units)
         self.scheduler.commit(done)
         self.receive(plan.restored)
         for key in plan.idle:
@@ -180,19 +186,36 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert span.start + span.num_units <= self.ready(span.key)
             if self.is_autoregressive:
                 assert len(span.block_ids) == -(-(span.start + span.num_units) // BLOCK)
-        can_go = [key for key in self.requests if self.ready(key) > self.requests[key].num_computed]
+        can_go = [key for key in self.requests if self.can_go(key)]
         # Requests that wait for a chunk, or that end with this step, may hold what the others need.
         num_others = len(plan.restored) + len(plan.idle) + sum(found.is_waiting for found in self.requests.values())
         if not num_others and can_go:
             assert keys, "a step computes something"
+
+    def is_at_rest(self, key: StageKey) -> bool:
+        return self.requests[key].is_waiting and not (self.is_just_in_time and self.has_units(key))
+
+    def has_units(self, key: StageKey) -> bool:
+        return self.ready(key) > self.requests[key].num_computed
+
+    def can_go(self, key: StageKey) -> bool:
+        return self.has_units(key)
+
+    def played_later(self, found: Counted, num_units: int) -> None:
+        """Notes that a listener has more to hear."""
 
     @invariant()
     @precondition(lambda self: hasattr(self, "scheduler"))
     def bookkeeping_is_consistent(self) -> None:
         self.scheduler.check_invariants()
         assert len(self.scheduler) == len(self.requests)
-        num_waiting = sum(found.is_waiting for found in self.requests.values())
-        assert self.scheduler.count(StageStatus.WAITING_FOR_CHUNK) == num_waiting
+        num_waiting = sum(self.is_at_rest(key) for key in self.requests)
+        found = self.scheduler.count(StageStatus.WAITING_FOR_CHUNK)
+        # Just in time, a request that has asked early and was then computed leaves the queues before the next step.
+        assert found == num_waiting or (self.is_just_in_time and found < num_waiting)
+
+    def pause(self) -> None:
+        """Lets time pass."""
 
     def teardown(self) -> None:
         """Lets all chunks arrive, and finds that every request ends and nothing is held."""
@@ -201,6 +224,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(60 * (len(self.requests) + 1)):
             for found in self.requests.values():
                 self.bring(found)
+            self.pause()
             self.step(True, set())
             self.bookkeeping_is_consistent()
         assert not self.requests
@@ -210,9 +234,65 @@ class SchedulerMachine(RuleBasedStateMachine):
 class GenerationMachine(SchedulerMachine):
     is_autoregressive = False
 
+    def new_scheduler(self, source: CountingSource, max_states: int) -> StageScheduler:
+        return GenerationStageScheduler(source, self.ready, self.max_num_seqs, max_states, self.max_step_units)
+
+
+class PacedMachine(GenerationMachine):
+    PATIENCE_S = 2.0
+
+    def new_scheduler(self, source: CountingSource, max_states: int) -> StageScheduler:
+        self.clock = ManualClock()
+        pacing = Pacing(1.0, self.clock, self.is_just_in_time, not self.is_just_in_time, self.PATIENCE_S)
+        return GenerationStageScheduler(source, self.ready, self.max_num_seqs, max_states, self.max_step_units, pacing)
+
+    @rule(seconds=st.sampled_from([0.25, 1.0, 3.0]))
+    def wait(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def pause(self) -> None:
+        self.clock.advance(1.0)
+
+    def played_later(self, found: Counted, num_units: int) -> None:
+        now_s = self.clock.now()
+        found.due_s = max(now_s, now_s if found.due_s is None else found.due_s) + num_units
+
+    def is_urgent(self, key: StageKey) -> bool:
+        due_s = self.requests[key].due_s
+        return due_s is None or due_s <= self.clock.now() + self.PATIENCE_S
+
+    def can_go(self, key: StageKey) -> bool:
+        is_early = self.is_just_in_time and not self.requests[key].has_last and not self.is_urgent(key)
+        return self.has_units(key) and not is_early
+
+    def check(self, plan: StageStep, waiting: set[StageKey]) -> None:
+        super().check(plan, waiting)
+        chosen = {span.key for span in plan.spans}
+        num_units = sum(span.num_units for span in plan.spans)
+        is_full = len(chosen) == self.max_num_seqs or num_units == self.max_step_units
+        restored = {each.key for each in plan.restored}
+        for key in self.requests.keys() - restored:
+            has_begun = self.requests[key].num_computed > 0
+            if has_begun and self.has_units(key) and self.is_urgent(key) and key not in chosen:
+                assert is_full, "a listener who needs more is passed over only if the step is full"
+                due_s = self.requests[key].due_s
+                begun = [self.requests[each].due_s for each in chosen]
+                assert all(each is None or due_s is None or each <= due_s for each in begun)
+        if self.is_just_in_time:
+            assert all(self.can_go(key) for key in chosen)
+            assert len({self.is_urgent(key) for key in chosen}) <= 1, "what can wait delays nothing that is urgent"
+
+
+class JustInTimeMachine(PacedMachine):
+    is_just_in_time = True
+
 
 SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 GenerationMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+PacedMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+JustInTimeMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
+TestPacedScheduler = PacedMachine.TestCase
+TestJustInTimeScheduler = JustInTimeMachine.TestCase
 TestArScheduler = SchedulerMachine.TestCase
 TestGenerationScheduler = GenerationMachine.TestCase
 

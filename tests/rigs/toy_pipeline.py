@@ -58,7 +58,9 @@ def toy_config(is_async: bool = True) -> StagesSection:
     return StagesSection.model_validate(yaml.safe_load(CONFIG) | {"async_chunk": is_async})
 
 
-def settings_of(config: StagesSection, section: StageSection, patience: ChunkPatience) -> StageSettings:
+def settings_of(
+    config: StagesSection, section: StageSection, patience: ChunkPatience, frame_s: float | None
+) -> StageSettings:
     path = section.custom_process_next_stage_input_func
     make_payload: Any = None if path is None else imported(path)
     return StageSettings(
@@ -66,9 +68,12 @@ def settings_of(config: StagesSection, section: StageSection, patience: ChunkPat
         section.model_stage,
         section.worker_type,
         section.max_num_seqs,
-        section.max_step_tokens,
+        section.step_tokens,
         section.num_blocks,
         section.block_size,
+        unit_s=frame_s,
+        is_just_in_time=frame_s is not None,
+        fills_steps=False,
         chunks=ChunkSettings(make_payload, config.async_chunk, section.extra, patience, RETRIES),
     )
 
@@ -83,8 +88,10 @@ class ToyStage:
         kind: str,
         connector: StageConnector,
         hub: LocalHub,
+        frame_s: float | None = None,
         **patience: float,
     ) -> None:
+        """With `frame_s`, a generation stage is just in time for listeners who play a frame for so long."""
         section = config.stage_args[stage_id]
         make_model: Any = imported(section.model_stage)
         self.model: StageModel = make_model()
@@ -92,7 +99,7 @@ class ToyStage:
         self.plane = LocalPlane(hub, f"local://stage-{stage_id}")
         self.service = StageService(
             MemberId(f"stage-{stage_id}"),
-            settings_of(config, section, ChunkPatience(**patience)),
+            settings_of(config, section, ChunkPatience(**patience), frame_s),
             self.model,
             {kind: connector},
             self.plane,
@@ -119,10 +126,12 @@ class ToyStage:
 class ToyPipeline:
     """A `ToyPipeline` runs both stages in this process, and plays the router."""
 
-    def __init__(self, kind: str, root: Path, is_async: bool = True, **patience: float) -> None:
+    def __init__(
+        self, kind: str, root: Path, is_async: bool = True, frame_s: float | None = None, **patience: float
+    ) -> None:
         config, hub, make = toy_config(is_async), LocalHub(), connector_maker(kind, root)
         self.kind = kind
-        self.stages = [ToyStage(config, stage_id, kind, make(), hub, **patience) for stage_id in (0, 1)]
+        self.stages = [ToyStage(config, stage_id, kind, make(), hub, frame_s, **patience) for stage_id in (0, 1)]
         self.router = LocalPlane(hub, "local://router")
         self.frames: defaultdict[RequestId, list[StageFrame]] = defaultdict(list)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ from deploy.demo.demo_config import VOCAB_MULTIPLE
 from deploy.demo.drawing.facts import Sample
 from deploy.demo.evaluate import load_model
 from deploy.demo.speech import mel_codec
-from deploy.demo.speech.recordings import NAME_TO_VOICE, Samples, recording
+from deploy.demo.speech.recordings import NAME_TO_VOICE, Samples, recording, word_at_frames
 from deploy.demo.speech.script import Script, script
 from deploy.demo.speech.speech_data import Ints, SpeechData, ragged, save
-from deploy.demo.speech.word_times import word_at_frames
 from deploy.demo.speech_config import ACCEPT_HIDDEN_LAYER
 from deploy.demo.tasks.catalogue import TASKS
 from deploy.demo.tokenizer import TTS_TOKENS
@@ -36,7 +36,7 @@ NUM_CONVERSATIONS = 260
 SOUND_SECONDS = 380
 """Limits the recordings of each voice of which code2wav learns, in seconds; the codes of all others are kept."""
 WORD_WEIGHT = 3.0
-FITTED = 4
+FITTED = 8
 """The codec learns from every recording of this number; all of them would not fit into little memory."""
 NEW_EMBEDDING_STD = 0.5
 _MEDIA = ("<|audio_pad|>", "<|image_pad|>", "<|video_pad|>")
@@ -59,7 +59,7 @@ def prepare(out_dir: Path, seed: int) -> None:
             later_texts=ragged([_ids(tokenizer, " " + text) for text in texts]),
             num_words=len(said.words),
             codes=ragged(codes),
-            next_tokens=ragged(_next_tokens(tokenizer, said, codes)),
+            word_tokens=ragged(_word_tokens(tokenizer, texts)),
             user_turns=ragged(user_turns),
             media_rows=media_rows,
             header=_ids(tokenizer, "<|im_start|>assistant\n"),
@@ -109,14 +109,15 @@ def _codec_error(fitted: mel_codec.Codec, sounds: list[Samples], codes: list[Int
     return float(np.mean(errors))
 
 
-def _next_tokens(tokenizer: Tokenizer, said: Script, codes: list[Ints]) -> list[Ints]:
-    """Returns the field `next_tokens` of `SpeechData`."""
-    texts = (*said.words, *said.sentences)
-    word_to_frames = {word.lower(): len(code) for word, code in zip(said.words, codes, strict=False)}
+def _word_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[Ints]:
+    """Returns the field `word_tokens` of `SpeechData`."""
     found = []
-    for text, code in zip(texts * len(NAME_TO_VOICE), codes, strict=True):
-        later = [int(_ids(tokenizer, " " + word)[0]) for word in text.split()[1:]]
-        found.append(np.array([*later, -1])[word_at_frames(text, len(code), word_to_frames)])
+    for voice in NAME_TO_VOICE:
+        for text in texts:
+            first, *later = text.split()
+            tokens = [_ids(tokenizer, first)[0], *(_ids(tokenizer, f" {word}")[0] for word in later), -1]
+            word = word_at_frames(text, voice)
+            found.append(np.array(tokens)[np.stack([word, word + 1], 1)])
     return found
 
 

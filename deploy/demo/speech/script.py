@@ -43,8 +43,8 @@ WORDS: tuple[str, ...] = tuple(
 """Holds every answer in one word (or two: the places)."""
 FIXED_ANSWERS = ("I will remember that.", *(answer for _, answer in FIXED))
 HELD_OUT_SHARE = 0.1
-NUM_MADE_UP = 1500
-NUM_LOOSE = 1200
+NUM_MADE_UP = 3500
+NUM_LOOSE = 2000
 NUM_UNSEEN = 60
 
 

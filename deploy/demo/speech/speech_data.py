@@ -48,9 +48,9 @@ class SpeechData:
     codes: Ragged
     """Holds the codes of each text in each voice: first all texts in the first voice. Each is of shape `(num_frames,
     NUM_CODEBOOKS)`."""
-    next_tokens: Ragged
-    """Holds, for each frame of `codes`, the first token of the word after the one that is being said, or -1 at the last
-    word of a text."""
+    word_tokens: Ragged
+    """Holds, for each frame of `codes`, the first token of the word that is being said, and that of the word after it,
+    or -1 at the last word of a text. Each is of shape `(num_frames, 2)`."""
     user_turns: Ragged
     """Holds the user's turns of conversations: token ids, and -1 at positions of media."""
     media_rows: Floats

@@ -8,9 +8,9 @@ talker learns to say the answer alone.
 
 Two things make it read the text, instead of continuing recordings from memory:
 - Some of the frames that it sees are replaced by others.
-- It begins with short lists of words in any order, and at each frame it also learns to name the word that comes next,
-  with a head that is thrown away. Without that it learned to read the first token alone: frames within a word follow
-  from each other, so only one in seven taught it to look for the next word.
+- It begins with short lists of words in any order, and at each frame it also learns to name the word that is said and
+  the one that comes next, with a head that is thrown away. Without that it learned to read the first token alone:
+  frames within a word follow from each other, so only one in seven taught it to look for the next word.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ from deploy.demo.speech_config import (
 )
 from deploy.demo.training.optimizers import Optimizers
 
-NUM_STEPS = 5500
-LISTS_SHARE = 0.2
+NUM_STEPS = 7500
+LISTS_SHARE = 0.15
 """Gives the share of the steps, at the beginning, that show short lists alone."""
 ROWS_PER_STEP = 2400
 PEAK_RATE = 2e-3
 GRADIENT_NORM = 1.0
+PREDICTED_SHARE = 0.5
+"""Gives the share of the frames from which the code predictor learns in each step. It costs more than the talker, and
+needs less practice."""
 MOST_REPLACED = 0.3
 """In each sequence between none and this share of the frames that the talker sees are replaced."""
 ANSWERS_SHARES = ((0.33, 360), (0.1, len(FIXED_ANSWERS)))
@@ -64,8 +67,9 @@ class RecordedAnswer:
 
     text: Ints
     codes: Ints
-    next_tokens: Ints
-    """Gives for each frame the first token of the word after the one that is being said, or the end of the text."""
+    word_tokens: Ints
+    """Gives for each frame the first token of the word that is being said, and that of the word after it or the end of
+    the text. Has shape `(num_frames, 2)`."""
 
 
 class Answers:
@@ -95,21 +99,22 @@ class Answers:
             # Lists that repeat themselves, such as counting again and again, are the hardest ones.
             chosen = np.tile(chosen[: rng.integers(3, 11)], 13)[: len(chosen)]
         between = [np.array([data.comma])] if is_words and rng.random() < 0.5 else []
-        text, codes, following, num_frames = [data.texts[chosen[0]]], [], [], 0
+        text, codes, words, num_frames = [data.texts[chosen[0]]], [], [], 0
         for place, index in enumerate(chosen.tolist()):
             frames = data.codes[voice * len(data.texts) + index]
-            next_tokens = data.next_tokens[voice * len(data.texts) + index]
+            tokens = data.word_tokens[voice * len(data.texts) + index]
             if num_frames + len(frames) > LONGEST_FRAMES:
                 break
             if place > 0:
                 text += [*between, data.later_texts[index]]
+                tokens = np.where(tokens == data.texts[index][0], data.later_texts[index][0], tokens)
             codes.append(frames)
             after = data.later_texts[chosen[place + 1]][0] if place + 1 < len(chosen) else data.tts_tokens[2]
-            following.append(np.where(next_tokens < 0, after, next_tokens))
+            words.append(np.where(tokens < 0, after, tokens))
             num_frames += len(frames)
         if is_words and len(chosen) > 1 and rng.random() < 0.3:
             text.append(np.array([data.period]))
-        return RecordedAnswer(np.concatenate(text), np.concatenate(codes), np.concatenate(following))
+        return RecordedAnswer(np.concatenate(text), np.concatenate(codes), np.concatenate(words))
 
     def _with_answers(self, chosen: Ints) -> Ints:
         """Replaces some of the chosen sentences by answers of the demo, which are few and would come too seldom."""
@@ -147,7 +152,7 @@ class UserTurns:
 @dataclass(slots=True)
 class TalkerBatch:
     """Holds the rows of sequences of uneven lengths; what is beyond the end of a sequence has no target. Each tensor
-    has shape `(num_sequences, num_rows)`, and `codes` one more dimension."""
+    has shape `(num_sequences, num_rows)`; `codes`, `targets` and `word_tokens` have one more dimension."""
 
     text: torch.Tensor
     media: torch.Tensor
@@ -158,8 +163,8 @@ class TalkerBatch:
     """Gives the codes of the frame on a row, -1 for none."""
     targets: torch.Tensor
     """Gives the codes of the next frame; after the last one the first code is CODEC_EOS and the others IGNORED."""
-    next_tokens: torch.Tensor
-    """Gives the token after the word of the next frame, as `RecordedAnswer` does; IGNORED elsewhere."""
+    word_tokens: torch.Tensor
+    """Gives the tokens of the next frame's word and of the one after it; IGNORED where no frame comes next."""
 
 
 class TalkerBatches:
@@ -204,9 +209,9 @@ class TalkerBatches:
         targets[-1, 0] = CODEC_EOS
         media = np.full(len(text), -1)
         media[: len(user_media)] = user_media
-        next_tokens = np.full(len(text), IGNORED)
-        next_tokens[num_prompt - 1 : -1] = said.next_tokens
-        return _Rows(text, media, special, codes, targets, next_tokens)
+        word_tokens = np.full((len(text), 2), IGNORED)
+        word_tokens[num_prompt - 1 : -1] = said.word_tokens
+        return _Rows(text, media, special, codes, targets, word_tokens)
 
     def _disturbed(self, codes: Ints) -> Ints:
         """Returns the codes with some frames replaced by frames from anywhere."""
@@ -223,7 +228,7 @@ class _Rows:
     special: Ints
     codes: Ints
     targets: Ints
-    next_tokens: Ints
+    word_tokens: Ints
 
 
 def _padded(sequences: list[_Rows]) -> TalkerBatch:
@@ -242,7 +247,7 @@ def _padded(sequences: list[_Rows]) -> TalkerBatch:
         stacked("special", -1),
         stacked("codes", -1),
         stacked("targets", IGNORED),
-        stacked("next_tokens", IGNORED),
+        stacked("word_tokens", IGNORED),
     )
 
 
@@ -255,7 +260,7 @@ class TalkerLessons(nn.Module):
     def __init__(self, talker: Any, embeddings: torch.Tensor, media_rows: torch.Tensor) -> None:
         super().__init__()
         self.talker = talker
-        self.next_token_head = nn.Linear(talker.config.text_config.hidden_size, len(embeddings))
+        self.word_heads = nn.Linear(talker.config.text_config.hidden_size, 2 * len(embeddings))
         self.register_buffer("embeddings", embeddings, persistent=False)
         self.register_buffer("media_rows", media_rows, persistent=False)
 
@@ -274,15 +279,16 @@ class TalkerLessons(nn.Module):
         return rows
 
     def losses(self, batch: TalkerBatch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the losses of the talker, of its code predictor, and of the next words' tokens."""
+        """Returns the losses of the talker, of its code predictor, and of the words' tokens."""
         hidden = self.talker.model(inputs_embeds=self.rows(batch), use_cache=False).last_hidden_state
-        following = cross_entropy(self.next_token_head(hidden).flatten(0, 1), batch.next_tokens.flatten())
         is_said = batch.targets[..., 0] >= 0
         hidden, targets = hidden[is_said], batch.targets[is_said]
         first = cross_entropy(self.talker.codec_head(hidden), targets[:, 0])
-        has_frame = targets[:, 1] >= 0
-        others = self._predictor_loss(hidden[has_frame], targets[has_frame])
-        return first, others, following
+        word_logits = self.word_heads(hidden).unflatten(-1, (2, -1)).flatten(0, 1)
+        words = cross_entropy(word_logits, batch.word_tokens[is_said].flatten(), ignore_index=IGNORED)
+        is_shown = (targets[:, 1] >= 0) & (torch.rand(len(targets), device=targets.device) < PREDICTED_SHARE)
+        others = self._predictor_loss(hidden[is_shown], targets[is_shown])
+        return first, others, words
 
     def _predictor_loss(self, hidden: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
         predictor = self.talker.code_predictor
@@ -326,17 +332,17 @@ def train_talker(
     lessons = TalkerLessons(talker, embeddings.float(), torch.from_numpy(data.media_rows)).to(device).train()
     optimizers = Optimizers(lessons, PEAK_RATE, num_steps, {})
     batches = TalkerBatches(data, seed)
-    smooth = [0.0, 0.0]
+    smooth = [0.0, 0.0, 0.0]
     with tqdm(range(num_steps), desc="talker", mininterval=5, disable=quiet) as bar:
         for step in bar:
             batch = batches.draw(is_list=step < LISTS_SHARE * num_steps)
             moved = TalkerBatch(*(getattr(batch, name).to(device) for name in TalkerBatch.__slots__))
-            first, others, following = lessons.losses(moved)
-            (first + others + following).backward()
+            losses = lessons.losses(moved)
+            torch.stack(losses).sum().backward()
             torch.nn.utils.clip_grad_norm_(lessons.parameters(), GRADIENT_NORM)
             optimizers.step()
             if step % 10 == 0:
-                values = [float(first.detach()), float(others.detach())]
+                values = [float(loss.detach()) for loss in losses]
                 smooth = [0.9 * old + 0.1 * new for old, new in zip(smooth, values, strict=True)] if step else values
-                bar.set_postfix(first=f"{smooth[0]:.3f}", others=f"{smooth[1]:.3f}")
+                bar.set_postfix(first=f"{smooth[0]:.3f}", others=f"{smooth[1]:.3f}", words=f"{smooth[2]:.3f}")
     return talker.cpu().eval()

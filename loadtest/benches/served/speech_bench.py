@@ -3,8 +3,10 @@
 Chunks on and off, a code2wav that takes one request or 64 at a time, and 1, 4 and 10 requests at once. Each cluster has
 a Ray of its own, all run side by side, and each round asks them in turn, with the same requests. The thinker, the
 router and the load share one core, the talker and code2wav the other, also where text alone is asked for and in the
-sequential pipeline. A second part gives code2wav the documentation's time for a batch, because a core computes a batch
-in about the time of its requests one after the other.
+sequential pipeline. Text alone is asked for twice: on a machine that is idle otherwise, and while the other core makes
+the speech of another cluster, which tells what a busy second core costs the first one by itself. A second part gives
+code2wav the documentation's time for a batch, because a core computes a batch in about the time of its requests one
+after the other.
 
 Answers of the demo are short, so the thinker gets a least number of tokens (`min_tokens`), and writes words of its
 vocabulary without sense. A talker that was taught single sentences would end at any of them, so it can't end by itself
@@ -17,9 +19,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import enum
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -49,12 +52,22 @@ PROMPT_WORDS = 90
 COMPUTED = tuple(SpokenMode(is_async, batch) for is_async in (False, True) for batch in (1, 64))
 GIVEN = tuple(SpokenMode(False, batch, is_timed=True) for batch in (1, 64))
 CHUNKED, SEQUENTIAL = SpokenMode(True, 64), SpokenMode(False, 64)
+READ_TEXT = "one two three four five six seven eight nine " * 4
 NUM_WARM_UP = 3
 LEAST_AUDIO_S = 20.0
 MOST_TTFP = {1: 0.15, 4: 0.2, 10: 0.2}
 MOST_TEXT = 1.1
 LEAST_BATCH_GAIN = 1.3
 PARTS = ("computed", "given")
+
+
+class AskedFor(enum.Enum):
+    """Says what a cluster was asked for."""
+
+    SPEECH = "speech"
+    TEXT = "text alone"
+    TEXT_BESIDE_SPEECH = "text alone, beside other speech"
+    """Means that the stages of another cluster, on the same core as the asked one's, read aloud meanwhile."""
 
 
 class DocumentSpeech(NamedTuple):
@@ -136,8 +149,12 @@ class SpokenRow(NamedTuple):
 
     mode: SpokenMode
     concurrency: int
-    is_spoken: bool
+    asked: AskedFor
     rounds: list[list[SpokenTimes]]
+
+    @property
+    def is_spoken(self) -> bool:
+        return self.asked is AskedFor.SPEECH
 
     def mean(self, figure: Callable[[SpokenTimes], float]) -> float:
         """Returns the median over the rounds of the means over their answers."""
@@ -171,16 +188,16 @@ async def measure_speech(
 ) -> list[SpokenRow]:
     """Asks all clusters in turn, in another order each round, after requests that only warm up. In each turn all get
     the same requests."""
-    turns = [(mode, True) for mode in targets]
+    turns = [(mode, AskedFor.SPEECH) for mode in targets]
     if load.has_text:
-        turns.append((next(mode for mode in targets if mode.is_async and mode.code2wav_batch > 1), False))
-    for mode, is_spoken in turns:
-        bodies = spoken_bodies(maker, NUM_WARM_UP, load.num_tokens, is_spoken=is_spoken)
+        turns += [(CHUNKED, AskedFor.TEXT), (CHUNKED, AskedFor.TEXT_BESIDE_SPEECH)]
+    for mode, asked in turns:
+        bodies = spoken_bodies(maker, NUM_WARM_UP, load.num_tokens, is_spoken=asked is AskedFor.SPEECH)
         await _answers(targets[mode], bodies, NUM_WARM_UP)
     rows = {
-        (mode, is_spoken, concurrency): SpokenRow(mode, concurrency, is_spoken, [])
+        (mode, asked, concurrency): SpokenRow(mode, concurrency, asked, [])
         for concurrency in load.concurrencies
-        for mode, is_spoken in turns
+        for mode, asked in turns
     }
     for number in range(load.num_rounds):
         for concurrency in load.concurrencies:
@@ -190,11 +207,39 @@ async def measure_speech(
                 for is_spoken in (False, True)
             ]
             first = number % len(turns)
-            for mode, is_spoken in turns[first:] + turns[:first]:
+            for mode, asked in turns[first:] + turns[:first]:
                 await asyncio.sleep(SETTLE_S)
-                answers = await _answers(targets[mode], kinds[is_spoken], concurrency)
-                rows[mode, is_spoken, concurrency].rounds.append(answers)
+                num_speeches = concurrency if asked is AskedFor.TEXT_BESIDE_SPEECH else 0
+                async with _reading_aloud(targets.get(SEQUENTIAL), num_speeches):
+                    answers = await _answers(targets[mode], kinds[asked is AskedFor.SPEECH], concurrency)
+                rows[mode, asked, concurrency].rounds.append(answers)
     return list(rows.values())
+
+
+@contextlib.asynccontextmanager
+async def _reading_aloud(target: ChatTarget | None, num_speeches: int) -> AsyncIterator[None]:
+    """Lets a cluster read so many texts aloud at a time during the block. Its thinker computes nothing for them, and
+    its router gets sound only at the end of each."""
+    if target is None or num_speeches == 0:
+        yield
+        return
+    body = {"model": target.model, "input": READ_TEXT, "response_format": "pcm"}
+
+    async def read_on() -> None:
+        while True:
+            (await target.client.post("/v1/audio/speech", json=body)).raise_for_status()
+
+    readers = [asyncio.create_task(read_on()) for _ in range(num_speeches)]
+    try:
+        await asyncio.sleep(SETTLE_S)
+        yield
+        for reader in readers:
+            if reader.done():
+                reader.result()
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
 
 
 def spoken_bodies(maker: ChatMaker, num: int, num_tokens: int, *, is_spoken: bool, seed: int = 0) -> list[Body]:
@@ -251,13 +296,13 @@ def speech_result(rows: Sequence[SpokenRow], num_tokens: int, num_frames: int) -
 
 
 def _name(row: SpokenRow) -> str:
-    return f"{row.mode.name if row.is_spoken else 'text alone'}, {row.concurrency} open"
+    return f"{row.mode.name if row.is_spoken else row.asked.value}, {row.concurrency} open"
 
 
 def _table_row(row: SpokenRow) -> list[str]:
     mode = row.mode
     batch = f"{mode.code2wav_batch}{' (given time)' if mode.is_timed else ''}"
-    names = ["on" if mode.is_async else "off", batch] if row.is_spoken else ["text alone", ""]
+    names = ["on" if mode.is_async else "off", batch] if row.is_spoken else [row.asked.value, ""]
     figures = [f"{1000 * row.mean(figure):.1f}" for figure in (_total, _ttft, _tpot)]
     if row.is_spoken:
         least_s = min(answer.audio_s for answer in row.answers())
@@ -326,12 +371,13 @@ def _ratio(row: SpokenRow, base: SpokenRow, figure: Callable[[SpokenTimes], floa
 
 
 def _pairs(
-    rows: Sequence[SpokenRow], mode: SpokenMode, base: SpokenMode, *, is_spoken: bool = True
+    rows: Sequence[SpokenRow], mode: SpokenMode, base: SpokenMode, base_asked: AskedFor = AskedFor.SPEECH
 ) -> Iterator[tuple[SpokenRow, SpokenRow]]:
-    """Yields the rows of two modes at each concurrency; the rows of the base are of text alone unless `is_spoken`."""
+    """Yields the spoken rows of a mode at each concurrency, each with the row of the base that was asked the given
+    way."""
     for row in rows:
         for other in rows:
-            is_pair = row.concurrency == other.concurrency and row.is_spoken and other.is_spoken == is_spoken
+            is_pair = row.concurrency == other.concurrency and row.is_spoken and other.asked is base_asked
             if is_pair and row.mode == mode and other.mode == base:
                 yield row, other
 
@@ -346,10 +392,11 @@ def _chunk_bars(rows: Sequence[SpokenRow]) -> Iterator[Bar]:
 
 
 def _text_bars(rows: Sequence[SpokenRow]) -> Iterator[Bar]:
-    for row, base in _pairs(rows, CHUNKED, CHUNKED, is_spoken=False):
-        at = f"{row.concurrency} open: "
-        yield Bar(f"{at}TTFT, spoken over text alone", _ratio(row, base, _ttft), MOST_TEXT, "x", is_max=True)
-        yield Bar(f"{at}TPOT, spoken over text alone", _ratio(row, base, _tpot), MOST_TEXT, "x", is_max=True)
+    for asked in (AskedFor.TEXT, AskedFor.TEXT_BESIDE_SPEECH):
+        for row, base in _pairs(rows, CHUNKED, CHUNKED, asked):
+            at = f"{row.concurrency} open: "
+            yield Bar(f"{at}TTFT, spoken over {asked.value}", _ratio(row, base, _ttft), MOST_TEXT, "x", is_max=True)
+            yield Bar(f"{at}TPOT, spoken over {asked.value}", _ratio(row, base, _tpot), MOST_TEXT, "x", is_max=True)
 
 
 def _batch_bars(rows: Sequence[SpokenRow]) -> Iterator[Bar]:

@@ -20,7 +20,7 @@ import httpx
 
 from deploy.config import ClusterConfig
 from deploy.config_file import load_config
-from deploy.stages_config import StageSection
+from deploy.stages_config import CODE2WAV, StageSection
 from fabric.contracts import Unavailable
 from loadtest.benches.served.timed_chats import ChatTarget
 
@@ -78,11 +78,17 @@ def spoken_config(mode: SpokenMode, model_path: Path | None = None) -> ClusterCo
         data["model"]["path"] = str(model_path)
     data["encoders"] |= {"replicas": 1, "decode_processes": 0}
     data["workers"]["replicas"] = 1
-    code2wav = GIVEN_CODE2WAV if mode.is_timed else "code2wav"
+    code2wav = GIVEN_CODE2WAV if mode.is_timed else CODE2WAV
     stages = [
         StageSection(stage_id=0, model_stage="thinker"),
         StageSection(stage_id=1, model_stage="talker"),
-        StageSection(stage_id=2, model_stage=code2wav, worker_type="generation", max_num_seqs=mode.code2wav_batch),
+        StageSection(
+            stage_id=2,
+            model_stage=code2wav,
+            worker_type="generation",
+            max_num_seqs=mode.code2wav_batch,
+            just_in_time=not mode.is_timed,  # It shares its core with the talker, if it computes.
+        ),
     ]
     data["stages"] = {"async_chunk": mode.is_async, "stage_args": [each.model_dump() for each in stages]}
     return ClusterConfig.model_validate(data)

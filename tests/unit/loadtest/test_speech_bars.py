@@ -12,7 +12,15 @@ import pytest
 from fabric.contracts import ConfigError, StageKey, StageRequest
 from llm_workers.stages import StageChunk, StageSpan
 from loadtest.benches.served.given_code2wav import SAMPLES_PER_FRAME, GivenCode2Wav
-from loadtest.benches.served.speech_bench import CHUNKED, GIVEN, HEADINGS, SEQUENTIAL, SpokenRow, speech_result
+from loadtest.benches.served.speech_bench import (
+    CHUNKED,
+    GIVEN,
+    HEADINGS,
+    SEQUENTIAL,
+    AskedFor,
+    SpokenRow,
+    speech_result,
+)
 from loadtest.benches.served.spoken_chats import ReceivedBytes, SoundPiece, SpokenTimes
 from loadtest.benches.served.spoken_clusters import SpokenMode, speaking_model, spoken_config
 
@@ -62,17 +70,18 @@ class TestAnAnswer:
 
 
 def row(
-    mode: SpokenMode, concurrency: int, total_s: float, ttfp_s: float = 0.5, *, is_spoken: bool = True
+    mode: SpokenMode, concurrency: int, total_s: float, ttfp_s: float = 0.5, asked: AskedFor = AskedFor.SPEECH
 ) -> SpokenRow:
-    sounds = (SoundPiece(ttfp_s, 20.5),) if is_spoken else ()
-    return SpokenRow(mode, concurrency, is_spoken, [[SpokenTimes((0.1, 1.1), sounds, total_s, 11)]] * 3)
+    sounds = (SoundPiece(ttfp_s, 20.5),) if asked is AskedFor.SPEECH else ()
+    return SpokenRow(mode, concurrency, asked, [[SpokenTimes((0.1, 1.1), sounds, total_s, 11)]] * 3)
 
 
 class TestBars:
     ROWS = (
         row(SEQUENTIAL, 1, 6.0, 6.0),
         row(CHUNKED, 1, 4.5, 0.6),
-        row(CHUNKED, 1, 1.1, is_spoken=False),
+        row(CHUNKED, 1, 1.1, asked=AskedFor.TEXT),
+        row(CHUNKED, 1, 1.1, asked=AskedFor.TEXT_BESIDE_SPEECH),
         row(GIVEN[0], 10, 8.0),
         row(GIVEN[1], 10, 5.0),
     )
@@ -86,6 +95,8 @@ class TestBars:
             "1 open: RTF, chunks over sequential": (0.75, 1.0, True),
             "1 open: TTFT, spoken over text alone": (1.0, 1.1, True),
             "1 open: TPOT, spoken over text alone": (1.0, 1.1, True),
+            "1 open: TTFT, spoken over text alone, beside other speech": (1.0, 1.1, True),
+            "1 open: TPOT, spoken over text alone, beside other speech": (1.0, 1.1, True),
             "sequential, 10 open: code2wav 1 over 64, E2E, given time of a batch": (1.6, 1.3, True),
             "least sound of an answer": (20.5, 20.0, True),
         }
@@ -97,6 +108,7 @@ class TestBars:
         assert table[1][-6:] == ["6505.13", "43.14", "8.52", "6395.4", "0.24", "8.44"]
         assert table[2][-6:] == [""] * 6
         assert table[3][:3] == ["text alone", "", "1"]
+        assert table[4][:3] == ["text alone, beside other speech", "", "1"]
 
 
 def test_the_talker_of_the_bench_ends_at_a_number_of_frames_alone(tmp_path: Path) -> None:

@@ -39,26 +39,26 @@ def sizes(held: ChunkAccumulator, num_frames: int, ends_with_frame: bool = False
 
 
 def test_frames_are_collected_into_chunks_of_which_the_first_is_small() -> None:
-    assert sizes(accumulator(), 60) == [4, 25, 25, 6]
-    assert sizes(accumulator(), 54) == [4, 25, 25, 0]
-    assert sizes(accumulator(), 29, ends_with_frame=True) == [4, 25]
+    assert sizes(accumulator(), 92) == [4, 8, 24, 25, 25, 6]
+    assert sizes(accumulator(), 61) == [4, 8, 24, 25, 0]
+    assert sizes(accumulator(), 36, ends_with_frame=True) == [4, 8, 24]
     assert sizes(accumulator(), 2) == [2]
 
 
-def test_the_first_chunk_grows_with_the_load_and_later_ones_stay() -> None:
-    assert sizes(accumulator(num_running=10), 40) == [5, 25, 10]
+def test_the_first_chunk_grows_with_the_load_and_later_ones_grow_from_it() -> None:
+    assert sizes(accumulator(num_running=10), 50) == [5, 10, 25, 10]
     assert sizes(accumulator(num_running=64), 60) == [25, 25, 10]
 
 
 def test_a_request_chooses_its_first_chunk() -> None:
-    assert sizes(accumulator(num_running=64, initial_codec_chunk_frames=1), 30) == [1, 25, 4]
+    assert sizes(accumulator(num_running=64, initial_codec_chunk_frames=1), 60) == [1, 2, 6, 18, 25, 8]
     assert sizes(accumulator(initial_codec_chunk_frames=99), 30) == [25, 5]
 
 
 def test_settings_of_the_stage_choose_the_sizes() -> None:
     held = accumulator()
     held.settings = {"codec_chunk_frames": 10, "initial_codec_chunk_frames": 2}
-    assert sizes(held, 15) == [2, 10, 3]
+    assert sizes(held, 19) == [2, 4, 10, 3]
 
 
 def test_the_sequential_pipeline_sends_all_frames_at_the_end() -> None:
@@ -89,6 +89,29 @@ def test_what_the_thinker_makes_goes_on_at_once() -> None:
     assert [payload["token_ids"].tolist() for payload in found[2:] if payload] == [[7], [8, 9], []]
     assert [payload["prompt_hidden_at"].tolist() for payload in found[:2]] == [[3, 4], [9, 10]]
     assert held.held == []
+
+
+def test_the_chunks_of_a_long_text_grow() -> None:
+    held, sizes, sent = accumulator(), [], []
+    for index in range(60):
+        payload: Any = thinker_to_talker(
+            held, StageOutput({"token_ids": np.array([index]), "first_index": index}, False)
+        )
+        if payload is not None:
+            sizes.append(len(payload["token_ids"]))
+            sent += payload["token_ids"].tolist()
+            assert payload["first_index"] == len(sent) - sizes[-1]
+    assert sizes[:12] == [1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 3, 3]
+    assert max(sizes) == 8
+    last: Any = thinker_to_talker(held, StageOutput({"token_ids": np.array([60]), "first_index": 60}, True))
+    assert sent + last["token_ids"].tolist() == list(range(61))
+
+
+def test_a_setting_limits_the_tokens_of_a_chunk() -> None:
+    held = accumulator()
+    held.settings = {"most_chunk_tokens": 1}
+    outputs = [StageOutput({"token_ids": np.array([index]), "first_index": index}, False) for index in range(40)]
+    assert all(thinker_to_talker(held, output) is not None for output in outputs)
 
 
 def test_the_sequential_pipeline_sends_all_that_the_thinker_made_at_the_end() -> None:
