@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from deploy.config import ClusterConfig
-from deploy.stages_config import CODE2WAV, StageSection, StagesSection
+from deploy.stages_config import CODE2WAV, TALKER, StageSection, StagesSection
 from fabric.contracts import ConfigError, MemberId, MemberStage, SystemClock
 from fabric.transport import Plane, StageConnector
 from modalities.speech_traits import SpeechTraits, read_speech_traits
@@ -166,7 +166,7 @@ def load_stage_model(config: ClusterConfig, model_dir: Path, stage: StageSection
     section, and returns a `StageModel`. Raises ConfigError."""
     from llm_workers.speech import load_code2wav, load_talker
 
-    if stage.model_stage == "talker":
+    if stage.model_stage == TALKER:
         pool = (stage.num_blocks, stage.block_size)
         return load_talker(model_dir, stage.devices, config.model.dtype, pool)
     if stage.model_stage == CODE2WAV:

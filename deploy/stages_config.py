@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from deploy.config_values import Device, RayResources, Section
 
 Setting = int | float | str
-CODE2WAV = "code2wav"
+TALKER, CODE2WAV = "talker", "code2wav"
 AR_STEP_TOKENS, GENERATION_STEP_FRAMES, CPU_STEP_FRAMES = 512, 3200, 50
 CONNECTOR_NAMES = {"SharedMemoryConnector": "shared_memory", "NixlConnector": "nixl"}
 """Maps the names of connectors in vLLM-Omni's files to those of Weft."""
@@ -102,7 +102,7 @@ class StageLinkSection(Section):
 
 DEFAULT_STAGES = (
     StageSection(stage_id=0, model_stage="thinker"),
-    StageSection(stage_id=1, model_stage="talker"),
+    StageSection(stage_id=1, model_stage=TALKER),
     StageSection(stage_id=2, model_stage=CODE2WAV, worker_type="generation", max_num_seqs=64),
 )
 """Describes the pipeline of Qwen3-Omni."""

@@ -12,6 +12,7 @@ import sys
 from deploy.limit_table import check_files, limit_lines
 from deploy.serve_config import check_submitted
 from deploy.sizing import budget_lines, check_budget
+from deploy.speech_parts import stage_name
 from router.run import NO_TENANT, new_key
 
 
@@ -33,6 +34,8 @@ def check(arguments: argparse.Namespace) -> int:
         "encoder": _span(encoders.first_replicas, encoders.most_replicas),
         "worker": _span(workers.first_replicas, workers.most_replicas),
     }
+    for stage in () if config.stages is None else config.stages.later:
+        parts[stage_name(stage)] = str(stage.replicas)
     print("\n".join(limit_lines(config)))
     held, flaws = check_files(config) if not is_remote else (["files that the config names: not looked at"], [])
     for line in held:

@@ -1,9 +1,9 @@
 """Computes the memory of each process from the config and the model.
 
-`plan_budget` adds up the pools of an encoder and of a worker. `budget_lines` makes a table of them for people, and
-`refuse_if_too_small` refuses a config that is too small when a cluster starts. `arena_bytes` and `inbox_bytes` say how
-large the arenas for features are, which the plan counts and the replicas allocate: what the config says, and otherwise
-a published budget, limited by the memory of the machine.
+`plan_budget` adds up the pools of an encoder, of a worker, and of each stage that speaks. `budget_lines` makes a table
+of them for people, and `refuse_if_too_small` refuses a config that is too small when a cluster starts. `arena_bytes`
+and `inbox_bytes` say how large the arenas for features are, which the plan counts and the replicas allocate: what the
+config says, and otherwise a published budget, limited by the memory of the machine.
 
 The module reads config files, the headers of weight files and the size of the machine's memory. It allocates nothing
 and knows nothing of processes that run.
@@ -11,14 +11,18 @@ and knows nothing of processes that run.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.sizing.largest_media import largest_items
 from deploy.sizing.stored_weights import StoredWeights, read_stored_weights
+from deploy.speech_parts import stage_name
+from deploy.stages_config import CODE2WAV, TALKER, StageSection
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, Unavailable
 from llm_workers.scheduling import (
     NUM_HIDDEN_WIDTHS,
@@ -30,6 +34,7 @@ from llm_workers.scheduling import (
     worker_bytes,
 )
 from modalities.family import Family
+from modalities.speech_traits import read_speech_traits
 
 PATCH_BYTES = 6 * 1024
 """Estimates the size of a decoded patch: float32, 3 colours, 2 frames, 16 x 16 pixels."""
@@ -82,6 +87,8 @@ def plan_budget(
         processes.insert(0, _encoder(config, family, weights, largest))
         for item in largest:
             problems += arena_shortfall("encoders: arena_bytes", shape, arena_bytes(config), dtype, item)
+    if config.stages is not None:
+        processes += stage_budgets(config, model.directory, family, weights)
     return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems))
 
 
@@ -106,9 +113,9 @@ def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
     weights."""
     try:
         config, model = compose.open_model(config)
+        return plan_budget(config, model, read_stored_weights(model.directory)), ""
     except (ConfigError, Unavailable) as error:
         return None, error.message
-    return plan_budget(config, model, read_stored_weights(model.directory)), ""
 
 
 # ------------------------------------------------------------ processes
@@ -129,6 +136,7 @@ def _worker(
             _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
             Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
+            *_spoken_rows(config, family),
             Row("inbox", taken.inbox, "host", _room(family, taken.inbox, dtype, largest)),
             Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
             Row("grammars", section.grammar_bytes, "host", "at most, compiled grammars of structured output"),
@@ -157,6 +165,61 @@ def _encoder(
             Row("decoded", decoded, "host", f"at most, pixels of {compose.DECODED_BATCHES} batches or one item"),
         ),
     )
+
+
+def _spoken_rows(config: ClusterConfig, family: Family) -> list[Row]:
+    """Returns what a worker keeps for the talker: the rows of one hidden layer, beside its KV blocks."""
+    section = config.workers
+    if config.stages is None or section.tensor_parallel > 1:
+        return []
+    num_tokens = section.num_blocks * section.block_size
+    nbytes = num_tokens * family.shape.hidden_size * DTYPE_TO_BYTES[config.model.dtype]
+    return [Row("for speech", nbytes, _place(section.device), "at most, rows of a hidden layer for the talker")]
+
+
+def stage_budgets(
+    config: ClusterConfig, model_dir: Path, family: Family, weights: StoredWeights | None
+) -> list[ProcessBudget]:
+    """Returns the budgets of the stages behind the thinker. Of a stage of one's own nothing is known. Raises
+    ConfigError if the model can't speak."""
+    assert config.stages is not None
+    read_speech_traits(model_dir)
+    found = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    budgets = []
+    for stage in config.stages.later:
+        place, dtype = _place(stage.devices), config.model.dtype
+        rows: tuple[Row, ...]
+        if stage.model_stage == TALKER:
+            embeddings = family.shape.vocab_size * family.shape.hidden_size * DTYPE_TO_BYTES[dtype]
+            rows = (
+                _weights_row(weights and weights.num_talker, dtype, place),
+                Row("embeddings", embeddings, place, "the thinker's, through which it reads text"),
+                Row("KV", _talker_kv_bytes(found, stage, dtype), place, _blocks(stage)),
+            )
+        elif stage.model_stage == CODE2WAV:
+            dtype = "float32" if stage.devices == "cpu" else dtype
+            states = Row("states", None, place, f"of up to {stage.max_states} requests")
+            rows = (_weights_row(weights and weights.num_code2wav, dtype, place), states)
+        else:
+            rows = (Row("weights", None, place, "a stage of your own"),)
+        budgets.append(ProcessBudget(stage_name(stage), stage.replicas, rows))
+    return budgets
+
+
+def _talker_kv_bytes(model: dict[str, Any], stage: StageSection, dtype: str) -> int | None:
+    """Returns the bytes of the talker's KV blocks, or None if the checkpoint does not say how large a position is."""
+    talker = model["talker_config"]
+    text = talker.get("text_config", talker)
+    try:
+        head_dim = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        per_position = 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * head_dim
+    except KeyError:
+        return None
+    return int(stage.num_blocks * stage.block_size * per_position * DTYPE_TO_BYTES[dtype])
+
+
+def _blocks(stage: StageSection) -> str:
+    return f"{stage.num_blocks} blocks of {stage.block_size} positions"
 
 
 def _kept_bytes(config: ClusterConfig) -> int:

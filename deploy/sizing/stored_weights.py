@@ -22,8 +22,8 @@ ENCODER_NAMES = frozenset(
     }
 )  # fmt: skip
 """A tensor belongs to an encoder if its path contains one of these names."""
-OTHER_NAMES = frozenset({"talker", "code2wav", "token2wav"})
-"""Neither encoders nor workers load a tensor whose path contains one of these names."""
+NAME_TO_STAGE = {"talker": "talker", "code2wav": "code2wav", "token2wav": "code2wav"}
+"""Maps names in the paths of tensors to the stages that load them; neither encoders nor workers do."""
 
 _SCALES = (*SCALE_SUFFIXES, *ACTIVATION_SUFFIXES)
 """Tensors with these suffixes are scales in quantised checkpoints. The count leaves them out: loading multiplies the
@@ -34,11 +34,13 @@ class StoredWeights(NamedTuple):
     num_encoder: int
     """Counts the parameters of all encoders. It is an upper bound, because a cluster may load fewer modalities."""
     num_language: int
+    num_talker: int = 0
+    num_code2wav: int = 0
 
 
 def read_stored_weights(model_dir: Path) -> StoredWeights | None:
     """Returns the number of parameters per part, or None if the directory has no readable safetensors files."""
-    counts = {"encoder": 0, "language": 0, "other": 0}
+    counts = {"encoder": 0, "language": 0, "talker": 0, "code2wav": 0}
     files = sorted(model_dir.glob("*.safetensors"))
     try:
         for path in files:
@@ -47,7 +49,7 @@ def read_stored_weights(model_dir: Path) -> StoredWeights | None:
                     counts[_part(name)] += math.prod(tensor["shape"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return StoredWeights(counts["encoder"], counts["language"]) if files else None
+    return StoredWeights(*counts.values()) if files else None
 
 
 def _header(path: Path) -> dict[str, dict[str, list[int]]]:
@@ -61,6 +63,7 @@ def _header(path: Path) -> dict[str, dict[str, list[int]]]:
 
 def _part(name: str) -> str:
     steps = set(name.split("."))
-    if steps & OTHER_NAMES:
-        return "other"
+    for name, stage in NAME_TO_STAGE.items():
+        if name in steps:
+            return stage
     return "encoder" if steps & ENCODER_NAMES else "language"

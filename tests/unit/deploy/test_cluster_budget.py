@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modalities_files import PREPROCESSOR, thinker_config, write_config
 
-from deploy.compose import Model, load_model, loaded_modalities
+from deploy.compose import Model, load_model, loaded_modalities, open_model
 from deploy.config import ClusterConfig
 from deploy.sizing import budget as memory
 from deploy.sizing import budget_lines, refuse_if_too_small
 from deploy.sizing.budget import plan_budget
 from deploy.sizing.largest_media import largest_item, largest_items
 from deploy.sizing.stored_weights import StoredWeights, read_stored_weights
+from deploy.stages_config import DEFAULT_STAGES
 from fabric.contracts import ConfigError, InvalidMedia
 from llm_workers.scheduling import LargestItem
 from modalities.family import AudioHeader, Family, ImageHeader, VideoHeader
@@ -133,8 +134,10 @@ def test_what_the_family_does_not_take_has_no_largest(model: Model) -> None:
 
 def test_weights_are_counted_by_part(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model-1.safetensors", {"thinker.visual.blocks.0.w": [3, 4], "thinker.model.w": [5]})
-    write_safetensors(tmp_path / "model-2.safetensors", {"talker.model.w": [100], "lm_head.weight": [2, 2]})
-    assert read_stored_weights(tmp_path) == StoredWeights(num_encoder=12, num_language=9)
+    write_safetensors(
+        tmp_path / "model-2.safetensors", {"talker.w": [100], "token2wav.w": [7], "lm_head.weight": [2, 2]}
+    )
+    assert read_stored_weights(tmp_path) == StoredWeights(12, 9, num_talker=100, num_code2wav=7)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0[]", b'\x09\0\0\0\0\0\0\0{"a": {}}'])
@@ -156,6 +159,29 @@ def test_the_table_names_every_pool_with_its_sum(model: Model) -> None:
     for line in ("weights          1.0 MiB  host", "weights          4.0 MiB", "KV               1.6 MiB"):
         assert line in text
     assert "inbox            2.0 MiB  host  room for 31 of the largest image" in text
+
+
+def test_the_stages_that_speak_have_budgets_of_their_own() -> None:
+    stages = {"stage_args": [stage.model_dump() for stage in DEFAULT_STAGES]}
+    stages["stage_args"][1] |= {"replicas": 2, "num_blocks": 100, "block_size": 8}
+    speaking, model = open_model(ClusterConfig.model_validate({"stages": stages}))
+    weights = StoredWeights(1000, 2000, num_talker=3000, num_code2wav=4000)
+    found = {each.kind: each for each in plan_budget(speaking, model, weights).processes}
+    assert list(found) == ["encoder", "worker", "talker", "code2wav"]
+    assert found["talker"].num_replicas == 2
+    hidden, vocab_size = model.family.shape.hidden_size, model.family.shape.vocab_size
+    talker = {row.name: row.nbytes for row in found["talker"].rows}
+    # The demo's talker has 4 layers with 2 heads of 32 for keys and values.
+    assert talker == {"weights": 4 * 3000, "embeddings": 4 * vocab_size * hidden, "KV": 800 * 2 * 4 * 2 * 32 * 4}
+    assert {row.name: row.nbytes for row in found["code2wav"].rows} == {"weights": 4 * 4000, "states": None}
+    kept = {row.name: row.nbytes for row in found["worker"].rows}["for speech"]
+    assert kept == speaking.workers.num_blocks * speaking.workers.block_size * hidden * 4
+    assert "talker (x2)" in "\n".join(budget_lines(plan_budget(speaking, model, weights)))
+
+
+def test_a_model_that_can_not_speak_has_no_budget_with_stages(model: Model) -> None:
+    with pytest.raises(ConfigError, match="without a talker"):
+        plan_budget(config(stages={}), model, None)
 
 
 def test_on_a_gpu_features_stay_on_the_host(model: Model) -> None:
