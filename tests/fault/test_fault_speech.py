@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from chat_media import data_url, picture, png
 from cluster_process import ClusterProcess, eventually, pids, start_cluster
 
 from fabric.transport import stage_directory
@@ -31,7 +32,7 @@ STAGES = {
 def cluster() -> Iterator[ClusterProcess]:
     """A step of the thinker takes so long that the first words are heard long before the last one is written."""
     workers = {"replicas": 2, "step_delay_s": 0.15}
-    with start_cluster(stages=STAGES, workers=workers, encoders={"replicas": 0}) as running:
+    with start_cluster(stages=STAGES, workers=workers, encoders={"replicas": 1}) as running:
         yield running
     assert inboxes() == before, "the cluster left something in shared memory"
 
@@ -50,17 +51,19 @@ def inboxes() -> set[str]:
     return {path.name for path in root.iterdir()} if root.is_dir() else set()
 
 
-def body(cluster: ClusterProcess) -> dict[str, object]:
-    messages = [{"role": "user", "content": "What can you do?"}]
+def body(cluster: ClusterProcess, is_about_picture: bool) -> dict[str, object]:
+    image = {"type": "image_url", "image_url": {"url": data_url(png(picture(5)))}}
+    question = [image, {"type": "text", "text": "What do you see?"}] if is_about_picture else "What can you do?"
+    messages = [{"role": "user", "content": question}]
     spoken = {"modalities": ["text", "audio"], "stream": True, "temperature": 0, "seed": 5}
     return {"model": cluster.model, "messages": messages} | spoken
 
 
-def hear(cluster: ClusterProcess, kind: str = "", number: signal.Signals = signal.SIGKILL) -> tuple[str, np.ndarray]:
-    """Returns the transcript and the samples of an answer. With a kind, the member of that kind that serves it gets a
-    signal as soon as the first sound is there."""
+def hear(cluster: ClusterProcess, kind: str = "", is_about_picture: bool = False) -> tuple[str, np.ndarray]:
+    """Returns the transcript and the samples of an answer. With a kind, the member of that kind that serves it is
+    killed as soon as the first sound is there."""
     text, samples = "", b""
-    with cluster.client() as client, client.stream("POST", CHAT, json=body(cluster)) as response:
+    with cluster.client() as client, client.stream("POST", CHAT, json=body(cluster, is_about_picture)) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if not line.startswith("data: {"):
@@ -71,7 +74,7 @@ def hear(cluster: ClusterProcess, kind: str = "", number: signal.Signals = signa
             text += audio.get("transcript", "")
             samples += base64.b64decode(audio.get("data", ""))
             if samples and kind:
-                os.kill(serving(cluster, chunk["id"], kind), number)
+                os.kill(serving(cluster, chunk["id"], kind), signal.SIGKILL)
                 kind = ""
     assert not kind, "the answer ended before the first sound"
     return text, np.frombuffer(samples, "<i2")
@@ -89,10 +92,14 @@ def serving(cluster: ClusterProcess, completion_id: str, kind: str) -> int:
     return int(pid)
 
 
-@pytest.mark.parametrize("kind", ["talker", "code2wav", "worker"])
-def test_a_listener_hears_nothing_of_a_killed_member(cluster: ClusterProcess, kind: str) -> None:
-    text, samples = hear(cluster)
-    again = hear(cluster, kind)
+@pytest.mark.parametrize(
+    ("kind", "is_about_picture"), [("talker", False), ("code2wav", False), ("worker", False), ("worker", True)]
+)
+def test_a_listener_hears_nothing_of_a_killed_member(
+    cluster: ClusterProcess, kind: str, is_about_picture: bool
+) -> None:
+    text, samples = hear(cluster, is_about_picture=is_about_picture)
+    again = hear(cluster, kind, is_about_picture)
     assert again[0] == text
     assert len(again[1]) == len(samples)
     np.testing.assert_allclose(again[1], samples, atol=2)
