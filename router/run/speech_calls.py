@@ -1,10 +1,9 @@
 """Carries the calls of one attempt to the stages behind the thinker, and says when its speech is complete.
 
-`SpeechCalls` opens one call at each stage once the first token is there, so that opening them delays no text; chunks
-that the worker has sent before are kept at the talker. The stages then pass their chunks to each other; the last one
-sends samples to the router. The speech is complete when every call has ended well and all samples
-that the last stage has counted are there. The first failure of a call is the failure of the attempt, which then ends as
-a whole.
+`SpeechCalls` opens one call at each stage shortly after the first token came, so that opening them delays no text;
+chunks that the worker has sent before are kept at the talker. The stages then pass their chunks to each other; the last
+one sends samples to the router. The speech is complete when every call has ended well and all samples that the last
+stage has counted are there. The first failure of a call is the failure of the attempt, which then ends as a whole.
 
 The module knows nothing of text, or of the worker's call.
 """
@@ -38,6 +37,9 @@ from router.run.encode_dispatcher import ELSEWHERE
 from router.run.failures import Setbacks
 
 _LOG = logging.getLogger(__name__)
+FIRST_TEXT_S = 0.002
+"""Is the time that the first token has to reach the client before calls are opened: opening one takes about a
+millisecond of the event loop on Ray."""
 
 
 class SpokenAttempt(NamedTuple):
@@ -73,6 +75,7 @@ class SpeechCalls:
         """Counts the samples of the whole speech, once the last stage has said so."""
         self._news = asyncio.Event()
         self._is_started = self._is_closed = False
+        self._opening: asyncio.TimerHandle | None = None
         for hop in plan.hops:
             context.stages.note_opened(hop.member_id, attempt.attempt_id)
 
@@ -82,10 +85,18 @@ class SpeechCalls:
         return _target(self._plan.hops[0])
 
     def start(self) -> None:
-        """Opens all calls. Awaits nothing. A second time, and after `close`, it changes nothing."""
+        """Opens all calls soon. Awaits nothing. A second time, and after `close`, it changes nothing."""
         if self._is_started or self._is_closed:
             return
-        self._is_started, hops = True, self._plan.hops
+        self._is_started = True
+        self._opening = asyncio.get_running_loop().call_later(FIRST_TEXT_S, self._open)
+
+    def _open(self) -> None:
+        """Opens all calls, if they are due and not open yet."""
+        if self._opening is None:
+            return
+        self._opening.cancel()
+        self._opening, hops = None, self._plan.hops
         for hop, following in zip(hops, [*hops[1:], None], strict=True):
             request = self._request(hop, following)
             stages = self._context.pools.stages
@@ -114,6 +125,7 @@ class SpeechCalls:
         """Waits until the speech is complete, and opens its calls if none is open yet. Raises the error of a call, or
         TransferFailed if samples that the last stage has made do not arrive in time."""
         self.start()
+        self._open()
         while self._error is None and self._calls:
             await self._next_news()
         try:
@@ -132,6 +144,9 @@ class SpeechCalls:
         if self._is_closed:
             return
         self._is_closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+            self._opening = None
         for call, hop in list(self._calls.items()):
             self._context.send(hop.member_id, AbortAttempt(*self._attempt.attempt_id))
             call.cancel()
