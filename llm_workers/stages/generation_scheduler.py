@@ -39,12 +39,13 @@ class Pacing:
 class GenerationStageScheduler(StageScheduler):
     """Schedules a stage without feedback. A unit is a codec frame.
 
-    A step computes the ready units of up to `max_num_seqs` requests, and at most `max_step_units` units. Without a
-    `Pacing`, the oldest requests go first. With one, the urgent ones do, in the order in which their listeners will
-    have heard everything, and a request before its first output counts as if its listener had waited since its first
-    chunk. The others follow by age, in the same step or in steps without urgent ones (`fills_steps`), and just in time
-    only once their last chunk is here. A request holds a state in the model from its first step to its end; at most
-    `max_states` do, and others wait."""
+    A step computes the ready units of up to `max_num_seqs` requests, and at most `max_step_units` units. Only the first
+    of them is split, because a small rest would cost nearly as much as a whole chunk. Without a `Pacing`, the oldest
+    requests go first. With one, the urgent ones do, in the order in which their listeners will have heard everything,
+    and a request before its first output counts as if its listener had waited since its first chunk. The others follow
+    by age, in the same step or in steps without urgent ones (`fills_steps`), and just in time only once their last
+    chunk is here. A request holds a state in the model from its first step to its end; at most `max_states` do, and
+    others wait."""
 
     def __init__(
         self,
@@ -86,8 +87,10 @@ class GenerationStageScheduler(StageScheduler):
         left = self._max_step_units
         for found in self._by_need([each for each in candidates if self._num_ready(each) > 0]):
             count = min(self._num_ready(found), left)
-            if count <= 0 or len(spans) == self.max_num_seqs:
+            if len(spans) == self.max_num_seqs:
                 break
+            if spans and count < self._num_ready(found):
+                continue
             if not found.has_begun:
                 if self._num_states == self._max_states:
                     continue
