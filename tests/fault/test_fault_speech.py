@@ -1,5 +1,6 @@
-"""Kills the replicas that speak, and the worker, in the middle of a spoken answer: the listener hears the same answer
-as without the kill, and nothing stays in shared memory."""
+"""Listens to a real cluster: what it says about pictures is understood, and if a replica that speaks, or the worker, is
+killed in the middle of an answer, the listener hears the same answer as without the kill. Nothing stays in shared
+memory."""
 
 from __future__ import annotations
 
@@ -14,7 +15,10 @@ import numpy as np
 import pytest
 from chat_media import data_url, picture, png
 from cluster_process import ClusterProcess, eventually, pids, start_cluster
+from spoken_templates import stored_judge
 
+from deploy.demo.drawing.figures import COLOURS
+from deploy.demo.speech.judges import features
 from fabric.transport import stage_directory
 
 pytestmark = [pytest.mark.ray, pytest.mark.torch]
@@ -51,19 +55,22 @@ def inboxes() -> set[str]:
     return {path.name for path in root.iterdir()} if root.is_dir() else set()
 
 
-def body(cluster: ClusterProcess, is_about_picture: bool) -> dict[str, object]:
-    image = {"type": "image_url", "image_url": {"url": data_url(png(picture(5)))}}
-    question = [image, {"type": "text", "text": "What do you see?"}] if is_about_picture else "What can you do?"
-    messages = [{"role": "user", "content": question}]
+SPEAK, LOOK, COLOUR = "What can you do?", "What do you see?", "What colour is it?"
+
+
+def body(cluster: ClusterProcess, question: str, seed: int) -> dict[str, object]:
+    image = {"type": "image_url", "image_url": {"url": data_url(png(picture(seed)))}}
+    content = question if question == SPEAK else [image, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
     spoken = {"modalities": ["text", "audio"], "stream": True, "temperature": 0, "seed": 5}
     return {"model": cluster.model, "messages": messages} | spoken
 
 
-def hear(cluster: ClusterProcess, kind: str = "", is_about_picture: bool = False) -> tuple[str, np.ndarray]:
-    """Returns the transcript and the samples of an answer. With a kind, the member of that kind that serves it is
-    killed as soon as the first sound is there."""
+def hear(cluster: ClusterProcess, question: str, kind: str = "", seed: int = 5) -> tuple[str, np.ndarray]:
+    """Returns the transcript and the samples of an answer; `seed` chooses the picture. With a kind, the member of that
+    kind that serves it is killed as soon as the first sound is there."""
     text, samples = "", b""
-    with cluster.client() as client, client.stream("POST", CHAT, json=body(cluster, is_about_picture)) as response:
+    with cluster.client() as client, client.stream("POST", CHAT, json=body(cluster, question, seed)) as response:
         assert response.status_code == 200
         for line in response.iter_lines():
             if not line.startswith("data: {"):
@@ -92,14 +99,21 @@ def serving(cluster: ClusterProcess, completion_id: str, kind: str) -> int:
     return int(pid)
 
 
+def test_what_is_said_about_pictures_is_understood(cluster: ClusterProcess) -> None:
+    judge = stored_judge()
+    said = {seed: hear(cluster, COLOUR, seed=seed) for seed in range(8)}
+    assert len({text for text, _ in said.values()} & set(COLOURS)) >= 4
+    understood = {seed: judge.word(features(samples / np.float32(2**15))) for seed, (_, samples) in said.items()}
+    # Of fresh conversations, 97 % of words are understood (deploy/demo/REPORT.md): here one of eight may be lost.
+    assert sum(understood[seed] == text for seed, (text, _) in said.items()) >= 7, understood
+
+
 @pytest.mark.parametrize(
-    ("kind", "is_about_picture"), [("talker", False), ("code2wav", False), ("worker", False), ("worker", True)]
+    ("kind", "question"), [("talker", SPEAK), ("code2wav", SPEAK), ("worker", SPEAK), ("worker", LOOK)]
 )
-def test_a_listener_hears_nothing_of_a_killed_member(
-    cluster: ClusterProcess, kind: str, is_about_picture: bool
-) -> None:
-    text, samples = hear(cluster, is_about_picture=is_about_picture)
-    again = hear(cluster, kind, is_about_picture)
+def test_a_listener_hears_nothing_of_a_killed_member(cluster: ClusterProcess, kind: str, question: str) -> None:
+    text, samples = hear(cluster, question)
+    again = hear(cluster, question, kind)
     assert again[0] == text
     assert len(again[1]) == len(samples)
     np.testing.assert_allclose(again[1], samples, atol=2)
