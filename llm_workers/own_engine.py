@@ -63,7 +63,8 @@ class OwnEngine(Engine):
         self._config, self._family, self._sender = config, family, sender
         outlet = None
         if sender is not None:
-            outlet = ThinkerOutlet(sender, None if side is None else partial(read_rows, side))
+            rows = None if side is None else partial(read_rows, side)
+            outlet = ThinkerOutlet(sender, rows, needs_all_rows=config.needs_all_rows)
         super().__init__(scheduler, self._runner, clock, on_update, outlet)
 
     def start(self) -> None:
@@ -99,7 +100,7 @@ class OwnEngine(Engine):
 
 
 def read_rows(side: SideRows, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.float32]:
-    """Returns the stored rows of the media of a prompt as float32 on the host; `thinker_outlet.ReadRows` describes the
+    """Returns stored rows of a sequence as float32 on the host; `thinker_outlet.ReadRows` describes the
     arguments. A worker has one side layer at most."""
     (name,) = side.names
     return side.rows(name, block_ids, start, end).float().cpu().numpy()
