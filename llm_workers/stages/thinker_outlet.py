@@ -34,9 +34,11 @@ from llm_workers.stages.stage_model import StageOutput
 
 Ints = npt.NDArray[np.int64]
 Value = npt.NDArray[np.generic] | int
-ReadRows = Callable[[npt.NDArray[np.int64], int, int], npt.NDArray[np.float32]]
-"""Returns the stored hidden rows of the positions `[start, end)` of a sequence with the given block table, as float32
-with shape `(end - start, hidden_size)`."""
+ThinkerRows = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+"""Holds hidden rows: float32, or bfloat16 as uint16, which takes half of the bytes."""
+ReadRows = Callable[[Ints, int, int], ThinkerRows]
+"""Returns the stored hidden rows of the positions `[start, end)` of a sequence with the given block table, with shape
+`(end - start, hidden_size)`."""
 
 
 class ChunkSender(Protocol):
