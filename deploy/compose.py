@@ -27,7 +27,7 @@ from deploy.logs import collect_library_logs
 from deploy.models import ModelUrl, fetch_model
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from deploy.request_config import TenantSection
-from deploy.speech_parts import side_layers, speech_settings, thinker_sender
+from deploy.speech_parts import speech_settings, thinker_sender, with_talker_rows
 from deploy.topology import find_place
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock
@@ -296,7 +296,7 @@ def build_worker(
     settings, clock, sender = worker_config(config), SystemClock(), None
     if config.stages is not None and connectors:
         sender = thinker_sender(config, connectors)
-        settings = replace(settings, side_layers=side_layers(config, read_speech_traits(model.directory)))
+        settings = with_talker_rows(settings, read_speech_traits(model.directory))
     grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling, settings.grammar_bytes)
     make_engine = partial(OwnEngine, settings, model.family, language_model, clock, sender=sender)
     service = WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)

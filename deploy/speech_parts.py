@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 from deploy.config import ClusterConfig
 from deploy.stages_config import CODE2WAV, TALKER, StageSection, StagesSection
 from fabric.contracts import ConfigError, MemberId, MemberStage, SystemClock
 from fabric.transport import Plane, StageConnector
+from llm_workers.worker_config import WorkerConfig
 from modalities.speech_traits import SpeechTraits, read_speech_traits
 from router.router_config import SpeechSettings
 
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 
     from llm_workers.stages import ChunkTransferAdapter, NextStageInput, StageModel, StageService
 
-MEDIA_ROWS = "talker"
-"""Names the side tensor that holds the rows of media for the talker."""
+TALKER_ROWS = "talker"
+"""Names the side tensor that holds the thinker's rows for the talker."""
 DEFAULT_NEXT_INPUTS = {
     "thinker": "llm_workers.speech:thinker_to_talker",
     "talker": "llm_workers.speech:talker_to_code2wav",
@@ -31,19 +33,32 @@ DEFAULT_NEXT_INPUTS = {
 
 
 def speech_settings(config: ClusterConfig, model_dir: Path) -> SpeechSettings | None:
-    """Returns how the cluster speaks, or None if it gives text alone. Raises ConfigError if the model can't speak."""
+    """Returns how the cluster speaks, or None if it gives text alone. Raises ConfigError if the model can't speak, or
+    not with these workers."""
     if config.stages is None:
         return None
     traits = read_speech_traits(model_dir)
-    return SpeechSettings(traits.voices, traits.sample_rate, len(config.stages.later), MEDIA_ROWS)
+    if traits.needs_all_rows and config.workers.tensor_parallel > 1:
+        raise ConfigError(
+            f"stages is set, but the talker of {model_dir.name} needs rows that workers of several ranks do not store; "
+            f"workers.tensor_parallel must be 1, not {config.workers.tensor_parallel}"
+        )
+    return SpeechSettings(
+        traits.voices,
+        traits.sample_rate,
+        len(config.stages.later),
+        talker_rows=TALKER_ROWS,
+        needs_all_rows=traits.needs_all_rows,
+    )
 
 
-def side_layers(config: ClusterConfig, traits: SpeechTraits | None) -> tuple[tuple[str, int], ...]:
-    """Returns the side tensors of the workers. Workers of several ranks store none, so a spoken answer about media
-    needs workers of one rank."""
-    if traits is None or config.workers.tensor_parallel > 1:
-        return ()
-    return ((MEDIA_ROWS, traits.media_layer),)
+def with_talker_rows(settings: WorkerConfig, traits: SpeechTraits) -> WorkerConfig:
+    """Returns the config of workers that store the rows which the talker needs. Workers of several ranks store none, so
+    a spoken answer about media needs workers of one rank."""
+    if settings.num_ranks > 1:
+        return settings
+    layers = ((TALKER_ROWS, traits.row_layer),)
+    return replace(settings, side_layers=layers, needs_all_rows=traits.needs_all_rows)
 
 
 def imported(path: str) -> object:

@@ -105,11 +105,12 @@ DEFAULT_STAGES = (
     StageSection(stage_id=1, model_stage=TALKER),
     StageSection(stage_id=2, model_stage=CODE2WAV, worker_type="generation", max_num_seqs=64),
 )
-"""Describes the pipeline of Qwen3-Omni."""
+"""Describes the pipeline of Qwen3-Omni, and that of Qwen2.5-Omni, whose code2wav is called token2wav there."""
 
 
 class StagesSection(Section):
-    """Describes the pipeline that speaks. An empty section means that of Qwen3-Omni, with one replica of each stage."""
+    """Describes the pipeline that speaks. An empty section means that of the model, with one replica of each
+    stage."""
 
     async_chunk: bool = True
     """Says whether a stage sends what it has made in chunks. If not, it sends everything at its end; that is for

@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from fabric.contracts import Clock, context_scale_tokens
 from llm_workers.compute import (
@@ -29,7 +31,7 @@ from llm_workers.compute import (
 from llm_workers.engine import Engine
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import Scheduler, StepCosts, kv_heads
-from llm_workers.stages import ChunkTransferAdapter, ThinkerOutlet
+from llm_workers.stages import ChunkTransferAdapter, ThinkerOutlet, ThinkerRows
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, LanguageModel
 
@@ -63,7 +65,8 @@ class OwnEngine(Engine):
         self._config, self._family, self._sender = config, family, sender
         outlet = None
         if sender is not None:
-            outlet = ThinkerOutlet(sender, None if side is None else partial(read_rows, side))
+            rows = None if side is None else partial(read_rows, side)
+            outlet = ThinkerOutlet(sender, rows, needs_all_rows=config.needs_all_rows)
         super().__init__(scheduler, self._runner, clock, on_update, outlet)
 
     def start(self) -> None:
@@ -98,8 +101,11 @@ class OwnEngine(Engine):
         }
 
 
-def read_rows(side: SideRows, block_ids: npt.NDArray[np.int64], start: int, end: int) -> npt.NDArray[np.float32]:
-    """Returns the stored rows of the media of a prompt as float32 on the host; `thinker_outlet.ReadRows` describes the
-    arguments. A worker has one side layer at most."""
+def read_rows(side: SideRows, block_ids: npt.NDArray[np.int64], start: int, end: int) -> ThinkerRows:
+    """Returns stored rows of a sequence on the host; `thinker_outlet.ReadRows` describes the arguments and the form. A
+    worker has one side layer at most."""
     (name,) = side.names
-    return side.rows(name, block_ids, start, end).float().cpu().numpy()
+    rows = side.rows(name, block_ids, start, end).cpu()
+    if rows.dtype == torch.bfloat16:
+        return cast("ThinkerRows", rows.view(torch.uint16).numpy())
+    return cast("ThinkerRows", rows.float().numpy())

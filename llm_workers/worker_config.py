@@ -66,6 +66,9 @@ class WorkerConfig:
     side_layers: tuple[tuple[str, int], ...] = ()
     """Lists pairs (name, layer). The rows of these hidden layers are stored with the KV for requests that ask for
     them."""
+    needs_all_rows: bool = False
+    """Says whether the next stage needs the rows of the side layer at all positions, those of generated tokens
+    included, or at those of media alone."""
     speculation: Speculation = Speculation()
     cuda_graphs: str = "off"
     """Selects CUDA graphs: with `auto`, decode steps are recorded where device, torch and block size allow it (see the

@@ -107,8 +107,11 @@ class SpeechSettings:
     sample_rate: int
     num_stages: int = 2
     """Counts the stages behind the thinker."""
-    media_rows: str = ""
-    """Names the side tensor (`GenerateRequest.side_names`) whose rows the next stage needs of a prompt's media."""
+    talker_rows: str = ""
+    """Names the side tensor (`GenerateRequest.side_names`) whose rows the next stage needs."""
+    needs_all_rows: bool = False
+    """Says whether the next stage needs the rows of all positions, those of generated tokens included, or of a prompt's
+    media alone."""
 
     @property
     def default_voice(self) -> str:

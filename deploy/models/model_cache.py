@@ -24,6 +24,7 @@ from deploy.models.model_leases import reading
 from deploy.models.model_stores import Listing, ModelStore, RemoteFile, digest_of
 from deploy.models.model_urls import ModelUrl
 from fabric.contracts import ConfigError, Unavailable
+from modalities.speech_traits import VOICES_FILE
 
 _LOG = logging.getLogger(__name__)
 WEIGHTS = ".safetensors"
@@ -37,7 +38,7 @@ TELL_S = 10.0
 
 def needed(files: tuple[RemoteFile, ...], has_weights: bool) -> list[RemoteFile]:
     """Returns the files that a process reads, the small ones first."""
-    small = [file for file in files if not file.name.endswith((WEIGHTS, *LEFT_OUT))]
+    small = [file for file in files if file.name == VOICES_FILE or not file.name.endswith((WEIGHTS, *LEFT_OUT))]
     weights = [file for file in files if file.name.endswith(WEIGHTS)]
     return [*small, *weights] if has_weights else small
 

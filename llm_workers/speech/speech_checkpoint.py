@@ -1,9 +1,8 @@
 """Loads what speaks from a checkpoint of Qwen3-Omni or Qwen2.5-Omni: the talker and code2wav, without the other parts.
 
 Of the thinker, only the table of its token embeddings is read, because the talker reads text through it (and its last
-norm in Qwen2.5-Omni). Weights are
-loaded as other parts of checkpoints are (`modalities.families.causal_lm`): a weight that is missing or left over
-refuses the checkpoint. This module knows nothing of how the parts compute.
+norm in Qwen2.5-Omni). Weights are loaded as other parts of checkpoints are (`modalities.families.causal_lm`): a weight
+that is missing or left over refuses the checkpoint. This module knows nothing of how the parts compute.
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ from modalities.checkpoint_files import read_json_if_present, read_quantisation
 from modalities.checkpoint_tensors import open_tensors
 from modalities.families.causal_lm.language_model import PartNames, load_part, read_pretrained_config
 from modalities.registry import REGISTRY
+from modalities.speech_traits import QWEN2_5_OMNI, QWEN2_5_VOICE, QWEN3_OMNI, VOICES_FILE
 from modalities.torch_dtypes import torch_dtype
 
-_QWEN3, _QWEN2_5 = "qwen3_omni_moe", "qwen2_5_omni"
 _TEXT_EMBEDDINGS = "thinker.model.embed_tokens.weight"
 _NUM_SUPPRESSED = 1024
 """Counts the ids at the end of the talker's vocabulary that are not codes and are never drawn, except for the end of
 speech. The number is that of transformers' `generate`."""
 _LAST_NORM = "thinker.model.norm.weight"
-_QWEN2_5_VOICE = "chelsie"
 _EXPERTS = "grouped_mm"
 """Names the implementation of experts in transformers that computes all of them in one product, as for the thinker."""
 
@@ -50,7 +48,7 @@ def load_talker(
     """Loads the stage that makes codec frames. `pool` is the (num_blocks, block_size) of its KV, and `attention` the
     name of the attention's backend. Raises ConfigError if the checkpoint has no talker that Weft can run."""
     config = read_speech_config(model_dir)
-    load = _load_qwen3_talker if config.model_type == _QWEN3 else _load_qwen2_5_talker
+    load = _load_qwen3_talker if config.model_type == QWEN3_OMNI else _load_qwen2_5_talker
     network, settings = load(model_dir, config, (device, dtype))
     return TalkerStage(network, settings, pool, attention)
 
@@ -100,7 +98,7 @@ def _load_qwen2_5_talker(model_dir: Path, config: Any, place: tuple[str, str]) -
         suppressed=[code for code in range(num_codes, talker.vocab_size) if code not in ends],
         prompt_codes=frozenset([talker.tts_codec_mask_token_id, tokens.codec_pad, tokens.codec_begin]),
         defaults=TalkerDefaults.of(
-            marks, generation, top_k=40, top_p=0.8, max_codec_frames=4096, usual_voice=_QWEN2_5_VOICE
+            marks, generation, top_k=40, top_p=0.8, max_codec_frames=4096, usual_voice=QWEN2_5_VOICE
         ),
         family=REGISTRY.load_family(model_dir),
     )
@@ -119,7 +117,7 @@ def load_code2wav(
     from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeCode2Wav
 
     config = read_speech_config(model_dir)
-    if config.model_type == _QWEN2_5:
+    if config.model_type == QWEN2_5_OMNI:
         return _load_token2wav(model_dir, config, device)
     names = PartNames({r"^code2wav\.": ""}, (r"^thinker\.", r"^talker\."))
     part = load_part(Qwen3OmniMoeCode2Wav, model_dir, config.code2wav_config, names, (device, dtype), "sdpa")
@@ -130,8 +128,10 @@ def read_speech_config(model_dir: Path) -> Any:
     """Returns the config of a whole omni model. Raises ConfigError if the checkpoint is of another model or has no
     talker."""
     config: Any = read_pretrained_config(model_dir)
-    if config.model_type not in (_QWEN3, _QWEN2_5):
-        raise ConfigError(f"{model_dir} is a {config.model_type}; Weft makes speech with {_QWEN3} and {_QWEN2_5} only")
+    if config.model_type not in (QWEN3_OMNI, QWEN2_5_OMNI):
+        raise ConfigError(
+            f"{model_dir} is a {config.model_type}; Weft makes speech with {QWEN3_OMNI} and {QWEN2_5_OMNI} only"
+        )
     if not config.enable_audio_output:
         raise ConfigError(f"{model_dir} has no talker: its config says enable_audio_output: false")
     return config
@@ -147,7 +147,7 @@ def _register_expert_names() -> None:
     )
 
     name = "Qwen3OmniMoeTalkerForConditionalGeneration"
-    register_checkpoint_conversion_mapping(name, get_checkpoint_conversion_mapping(_QWEN3), overwrite=True)
+    register_checkpoint_conversion_mapping(name, get_checkpoint_conversion_mapping(QWEN3_OMNI), overwrite=True)
 
 
 def _tokens(config: Any, generation: Any) -> TalkerTokens:
@@ -188,13 +188,13 @@ def _load_token2wav(model_dir: Path, config: Any, device: str) -> Token2WavStage
         name: SpokenVoice(*(voice[key].to(device, torch.float32) for key in ("cond", "ref_mel")))
         for name, voice in _voices(model_dir).items()
     }
-    default = _QWEN2_5_VOICE if _QWEN2_5_VOICE in voices else next(iter(voices))
+    default = QWEN2_5_VOICE if QWEN2_5_VOICE in voices else next(iter(voices))
     return Token2WavStage(part, voices, default)
 
 
 def _voices(model_dir: Path) -> dict[str, Any]:
     """Returns the voices of Qwen2.5-Omni by their names in lower case, from a file of their own. Raises ConfigError."""
-    path = model_dir / "spk_dict.pt"
+    path = model_dir / VOICES_FILE
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, ValueError, pickle.UnpicklingError) as error:

@@ -1,8 +1,8 @@
-"""Makes the input of the next stage from what a stage of Qwen3-Omni makes.
+"""Makes the input of the next stage from what a stage of Qwen3-Omni or Qwen2.5-Omni makes.
 
 A stage config names these functions by import path; the transfer adapter calls them in the engine's thread
-(`llm_workers.stages.NextStageInput`). `thinker_to_talker` hands hidden states and the first tokens on as they come, and
-later tokens a few at a time.
+(`llm_workers.stages.NextStageInput`). `thinker_to_talker` hands hidden states of the prompt and the first tokens on as
+they come, and later tokens a few at a time, with the hidden states that come with them.
 `talker_to_code2wav` collects frames: the first chunk is small, so that the sound begins early, and the next ones grow
 with what the listener has, up to the usual size. In the sequential pipeline, both return one payload at the end.
 
@@ -37,8 +37,8 @@ heard if making it takes less than half of the time for which they play."""
 
 
 def thinker_to_talker(accumulator: ChunkAccumulator, output: StageOutput) -> Payload | None:
-    """Returns hidden states of the prompt's media (`prompt_hidden`, `prompt_hidden_at`) and generated tokens
-    (`token_ids`, `first_index`)."""
+    """Returns hidden states of the thinker (`prompt_hidden`) at positions of its sequence (`prompt_hidden_at`), which
+    may be those of generated tokens, and generated tokens (`token_ids`, `first_index`)."""
     if output.is_finished or _size(output.values, "token_ids") or _size(output.values, "prompt_hidden"):
         accumulator.held.append(output)
     is_due = accumulator.is_async and _is_due(accumulator)
@@ -55,8 +55,8 @@ def thinker_to_talker(accumulator: ChunkAccumulator, output: StageOutput) -> Pay
 
 
 def _is_due(accumulator: ChunkAccumulator) -> bool:
-    """Returns whether what is held for the talker makes a chunk: rows of media always do, tokens if there are enough of
-    them."""
+    """Returns whether what is held for the talker makes a chunk: rows alone always do, and tokens if there are enough
+    of them. The row of a token comes with the token behind it, so it waits as long as that."""
     tokens = [output.values for output in accumulator.held if _size(output.values, "token_ids")]
     if not tokens:
         return bool(accumulator.held)

@@ -111,7 +111,7 @@ class TalkerStage:
             raise InvalidRequest("the prompt has tokens that the talker does not know")
         positions = talker_positions(rows, request, self._settings.family)
         codes = np.empty((0, self._network.num_groups), dtype=np.int64)
-        hidden = torch.empty((0, self._network.thinker_width), dtype=self._network.dtype)
+        hidden = HiddenRows(self._network.thinker_width, self._network.dtype)
         penalised = set(self._settings.prompt_codes)
         self._key_to_request[request.key] = _SpokenRequest(options, rows, positions, codes, hidden, penalised)
 
@@ -122,7 +122,7 @@ class TalkerStage:
         if "prompt_hidden" in payload:
             hidden = _hidden_rows(payload, self._network.thinker_width)
             request.rows.add_hidden(_integers(payload, "prompt_hidden_at"))
-            request.hidden = torch.cat([request.hidden, hidden.to(request.hidden.dtype)])
+            request.hidden.append(hidden)
         token_ids = _integers(payload, "token_ids") if "token_ids" in payload else np.empty(0, dtype=np.int64)
         if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < self._network.text_vocab_size:
             raise ProtocolError(f"{chunk.key} has tokens that the talker does not know")
@@ -208,8 +208,8 @@ class _SpokenRequest:
     """Holds the positions of the rows of the prompt. Has shape `(3, num_prompt_rows)`."""
     codes: Ints
     """Holds the frames so far. Has shape `(num_frames, num_groups)`."""
-    hidden: torch.Tensor
-    """Holds the thinker's hidden states that have come, on the host."""
+    hidden: HiddenRows
+    """Holds the thinker's hidden states that have come."""
     penalised: set[int]
     """Holds the first codes to which the repetition penalty applies."""
     is_finished: bool = False
@@ -234,6 +234,32 @@ class _SpokenRequest:
         self.penalised.update(codes[:, 0].tolist())
         self.is_finished = not len(codes) or len(self.codes) >= self.options.max_frames
         return StageOutput({"codes": codes, "first_frame": first}, self.is_finished, len(codes))
+
+
+class HiddenRows:
+    """A `HiddenRows` holds rows of one request on the host, in the order in which they came. Appending copies nothing
+    of what is there, except when the buffer is full and doubles: a long prompt has many megabytes of rows, and each
+    chunk of the answer brings a few more."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        self._buffer, self._num_rows = torch.empty((0, width), dtype=dtype), 0
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def append(self, rows: torch.Tensor) -> None:
+        """Appends rows `(n, width)`, rounded to the dtype of those here."""
+        end = self._num_rows + len(rows)
+        if end > len(self._buffer):
+            grown = self._buffer.new_empty((max(end, 2 * len(self._buffer)), self._buffer.shape[1]))
+            grown[: self._num_rows] = self._buffer[: self._num_rows]
+            self._buffer = grown
+        self._buffer[self._num_rows : end] = rows
+        self._num_rows = end
+
+    def take(self, indexes: Ints) -> torch.Tensor:
+        """Returns the rows with these indexes, `(len(indexes), width)`."""
+        return self._buffer[: self._num_rows].index_select(0, torch.from_numpy(indexes))
 
 
 def talker_positions(rows: RowBook, request: StageRequest, family: Family) -> Ints:
@@ -261,7 +287,7 @@ def _row_inputs(requests: Sequence[_SpokenRequest], spans: Sequence[StageSpan], 
         parts = request.rows.parts(span.start, end)
         texts.append(parts.text_ids)
         heads.append(parts.codes)
-        hidden.append(request.hidden[torch.from_numpy(parts.hidden_indexes)])
+        hidden.append(request.hidden.take(parts.hidden_indexes))
         hidden_rows.append(parts.hidden_rows + at)
         first = max(span.start, num_prompt)
         frames.append(request.codes[first - num_prompt : end - num_prompt] if first < end else request.codes[:0])

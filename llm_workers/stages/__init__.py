@@ -33,7 +33,7 @@ from llm_workers.stages.stage_scheduler import (
 )
 from llm_workers.stages.stage_service import StageService, to_int16
 from llm_workers.stages.stage_settings import StageSettings
-from llm_workers.stages.thinker_outlet import ChunkSender, ThinkerOutlet, media_positions
+from llm_workers.stages.thinker_outlet import ChunkSender, ThinkerOutlet, ThinkerRows, media_positions
 from llm_workers.stages.transfer_adapter import SaveRetries, SaveTask, TransferAdapter
 
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "StageTally",
     "StageUpdate",
     "ThinkerOutlet",
+    "ThinkerRows",
     "TransferAdapter",
     "WorkerType",
     "decode_chunk",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
 from fabric.contracts import (
     AbortAttempt,
     AttemptId,
@@ -89,10 +91,15 @@ class Attempt:
         """Returns the plan of an attempt that would be dispatched now, and changes nothing. Raises NoCapacity."""
         return self._context.cluster.plan(self._query(), self._context.clock.now())
 
-    def dispatch(self, emitted: Sequence[tuple[int, ...]], first_token_by_s: float | None = None) -> RoutePlan:
+    def dispatch(
+        self,
+        emitted: Sequence[tuple[int, ...]],
+        first_token_by_s: float | None = None,
+        max_tokens: int | None = None,
+    ) -> RoutePlan:
         """Plans the attempt and starts all its calls; awaits nothing. `emitted` holds, per choice, the tokens that
-        former attempts sent. Raises NoCapacity, and DeadlineOutOfReach if the first token would come after
-        `first_token_by_s`."""
+        former attempts sent, and `max_tokens` limits all tokens of a choice if not the prompt is to do it. Raises
+        NoCapacity, and DeadlineOutOfReach if the first token would come after `first_token_by_s`."""
         context, (request_id, attempt) = self._context, self.attempt_id
         now = context.clock.now()
         query = self._query()
@@ -107,7 +114,7 @@ class Attempt:
         self._trace.add("planned", attempt=attempt, from_s=now, **facts)
         self._trace.add_plan(plan, pairs)
         self._host, self._sent_at_s = context.machine_of(plan.worker_id), context.clock.now()
-        call = context.pools.workers.generate(plan.worker_id, self._generate_request(plan, emitted))
+        call = context.pools.workers.generate(plan.worker_id, self._generate_request(plan, emitted, max_tokens))
         self._generate = context.tasks.spawn(call, f"generate {request_id}/{attempt}")
         self._generate.add_done_callback(self._ended.put_nowait)
         self._trace.add("dispatched", to=plan.worker_id, attempt=attempt)
@@ -154,8 +161,11 @@ class Attempt:
             priority=prompt.priority,
         )
 
-    def _generate_request(self, plan: RoutePlan, emitted: Sequence[tuple[int, ...]]) -> GenerateRequest:
+    def _generate_request(
+        self, plan: RoutePlan, emitted: Sequence[tuple[int, ...]], max_tokens: int | None
+    ) -> GenerateRequest:
         prompt = self._prompt
+        stop = prompt.stop if max_tokens is None else msgspec.structs.replace(prompt.stop, max_tokens=max_tokens)
         return GenerateRequest(
             request_id=self.attempt_id.request_id,
             attempt=self.attempt_id.attempt,
@@ -165,7 +175,7 @@ class Attempt:
             placeholders=prompt.placeholders,
             media=prompt.media,
             sampling=prompt.sampling,
-            stop=prompt.stop,
+            stop=stop,
             age=self._age,
             num_choices=prompt.num_choices,
             cache_salt=prompt.cache_salt,
@@ -179,10 +189,11 @@ class Attempt:
 
     @property
     def _side_names(self) -> tuple[str, ...]:
-        """Returns the side tensor whose rows of the prompt's media the talker needs; none if there are no media."""
+        """Returns the side tensor whose rows the talker needs; none if it needs those of media and there are none."""
         settings = self._context.config.speech
-        is_needed = self._speech is not None and settings is not None and self._prompt.media
-        return (settings.media_rows,) if is_needed and settings is not None and settings.media_rows else ()
+        if self._speech is None or settings is None or not settings.talker_rows:
+            return ()
+        return (settings.talker_rows,) if settings.needs_all_rows or self._prompt.media else ()
 
     # ------------------------------------------------------------ awaiting the result
 

@@ -308,7 +308,8 @@ class RequestRun:
         """Dispatches an attempt and awaits its result. Until the dispatch, tokens that the former attempt still sends
         count, because one of them may have been the last token."""
         try:
-            self._note_dispatched(attempt.dispatch(self._emitted(), self._turn.first_token_by_s))
+            emitted, max_tokens = self._continued()
+            self._note_dispatched(attempt.dispatch(emitted, self._turn.first_token_by_s, max_tokens))
             for choice in self.stream.choices:
                 choice.order.restart()
             if self.stream.audio is not None:
@@ -329,15 +330,16 @@ class RequestRun:
             self._turn.leave()
             self._gate.changed()
 
-    def _emitted(self) -> list[tuple[int, ...]]:
-        """Returns, per choice, the tokens after which the next attempt continues. If a choice is finished and only its
-        speech is missing, its last token is drawn again: a worker computes the prompt of a request that has something
-        to draw, and the talker may need hidden rows of it."""
-        is_redrawn = self.stream.audio is not None and bool(self._prompt.media)
-        return [
-            choice.emitted[:-1] if is_redrawn and choice.is_finished else choice.emitted
-            for choice in self.stream.choices
-        ]
+    def _continued(self) -> tuple[list[tuple[int, ...]], int | None]:
+        """Returns, per choice, the tokens after which the next attempt continues, and the limit of all tokens if it is
+        not that of the prompt. If a choice is finished and only its speech is missing, its last token alone is drawn
+        again where the talker may need hidden rows: a worker computes the rows of a request that has something to
+        draw."""
+        settings, choices = self._context.config.speech, self.stream.choices
+        needs_rows = settings is not None and (settings.needs_all_rows or bool(self._prompt.media))
+        if self.stream.audio is not None and needs_rows and choices[0].is_finished:
+            return [choices[0].emitted[:-1]], len(choices[0].emitted)
+        return [choice.emitted for choice in choices], None
 
     async def _hear(self, attempt: Attempt) -> None:
         """Waits until all sound of the answer is there. Raises the error with which the speech has failed."""

@@ -101,9 +101,12 @@ class Crowd:
             if of.media[item].unit_keys()[unit] in message.units:
                 self._publish(request, of, index)
 
-    async def run(self, of: FamilyPrompt, delays: Sequence[int]) -> tuple[list[int], GenerateResult]:
-        """Runs one prompt. `delays` holds, in turn, by how many turns of the event loop the units are late."""
-        request = self._worker.request(of, NUM_TOKENS)
+    async def run(
+        self, of: FamilyPrompt, delays: Sequence[int], num_tokens: int = NUM_TOKENS, **changes: Any
+    ) -> tuple[list[int], GenerateResult]:
+        """Runs one prompt. `delays` holds, in turn, by how many turns of the event loop the units are late. `changes`
+        are fields of the request."""
+        request = self._worker.request(of, num_tokens, **changes)
         self._id_to_open[request.request_id] = (request, of)
         call = asyncio.ensure_future(self._worker.service.generate(request))
         try:

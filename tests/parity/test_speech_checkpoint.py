@@ -25,6 +25,7 @@ from fabric.contracts import (
     StageRequest,
 )
 from llm_workers.speech import TalkerStage, load_talker
+from llm_workers.speech.talker_stage import HiddenRows
 from llm_workers.stages import StageChunk, StageSpan
 
 pytestmark = pytest.mark.torch
@@ -115,8 +116,20 @@ def test_hidden_rows_may_be_bfloat16(talker: TalkerStage) -> None:
     talker.open(call)
     payload = {"prompt_hidden": rows.view(torch.uint16).numpy(), "prompt_hidden_at": np.array([0, 1])}
     talker.receive(StageChunk(call.key, 0, False, payload))
-    assert torch.equal(talker._key_to_request[call.key].hidden, rows.float())
+    assert torch.equal(talker._key_to_request[call.key].hidden.take(np.arange(2)), rows.float())
     talker.close(call.key)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1, 1, 1, 1, 1, 1), (7, 0, 2, 30, 1)])
+def test_hidden_rows_keep_their_order(sizes: tuple[int, ...]) -> None:
+    kept, parts = HiddenRows(4, torch.bfloat16), [torch.randn(size, 4) for size in sizes]
+    for number, part in enumerate(parts):
+        kept.append(part)
+        assert len(kept) == sum(sizes[: number + 1])
+    at = np.random.default_rng(1).integers(0, sum(sizes), 50)
+    assert torch.equal(kept.take(at), torch.cat(parts).bfloat16()[torch.from_numpy(at)])
+    with pytest.raises(IndexError):
+        kept.take(np.array([sum(sizes)]))
 
 
 def test_a_call_without_a_prompt_and_a_second_call_are_refused(talker: TalkerStage) -> None:

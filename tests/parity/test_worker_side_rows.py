@@ -14,6 +14,7 @@ from worker_tiny_model import HEAD_DIM, NUM_KV_HEADS, NUM_LAYERS, TinyModel
 from fabric.contracts import ConfigError
 from llm_workers.compute import PagedKV, Runner, make_side_rows, select_backend
 from llm_workers.compute.paged_kv import SideRows
+from llm_workers.own_engine import read_rows
 from llm_workers.scheduling import StepPlan
 
 
@@ -121,6 +122,20 @@ def test_a_row_that_is_stored_and_not_finite_marks_its_chunk(model: LayeredTiny)
     with model.layer(NUM_LAYERS - 1).register_forward_hook(spoil):
         result = runner.execute(StepPlan(0, chunks))
     assert result.not_finite == {chunks[1].sequence_id}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_next_stage_gets_rows_without_a_loss(model: LayeredTiny, dtype: torch.dtype) -> None:
+    kv = PagedKV(NUM_LAYERS, 100, BLOCK_SIZE, (NUM_KV_HEADS, HEAD_DIM), dtype, torch.device("cpu"))
+    side = make_side_rows(model, kv, (("high", 2),))
+    assert side is not None
+    (script,) = scripts(11)
+    side._pages("high", 6).normal_()
+    expected = side.rows("high", script.block_ids, 3, 11)
+    found = torch.from_numpy(read_rows(side, script.block_ids, 3, 11))
+    assert (found.element_size(), found.shape) == (2 if dtype is torch.bfloat16 else 4, (8, 6))
+    rows = found.view(torch.bfloat16) if dtype is torch.bfloat16 else found
+    assert torch.equal(rows.float(), expected.float())
 
 
 def test_a_layer_that_is_not_there_is_refused(model: LayeredTiny) -> None:

@@ -66,6 +66,18 @@ def reference_tokens(request: GenerateRequest, choice: int, max_total: int) -> t
             return drawn, reason
 
 
+def reference_values(request: GenerateRequest, generated: Sequence[int]) -> list[int]:
+    """Returns the values of a prompt and of the tokens behind it, computed in one piece."""
+    rows, positions = _rows_of(request), positions_of(request)
+    axes = positions.ids.T.tolist()
+    digest, values = 0, []
+    for index, token_id in enumerate((*request.token_ids, *generated)):
+        at = axes[index] if index < len(axes) else [index + positions.delta] * 3
+        values.append(_value(digest, token_id, at, rows.get(index)))
+        digest = _digest_after(digest, index, values[-1])
+    return values
+
+
 def reference_outputs(request: GenerateRequest) -> tuple[np.ndarray, PromptLogprobs | None]:
     """Returns the embedding (empty without a pooling) and the log-probabilities that a request wants of its prompt,
     computed in one piece."""
@@ -119,6 +131,12 @@ class PagedFake:
             if chunk.reading is not None:
                 readings[chunk.sequence_id] = _read(values, chunk.reading)
         return StepResult(token_ids, readings=readings)
+
+    def side_rows(self, name: str, block_ids: np.ndarray, start: int, end: int) -> np.ndarray:
+        """Returns the rows `(end - start, 1)` of a side tensor at positions `[start, end)` of a sequence with the given
+        blocks. A row consists of the value of its token."""
+        at = np.arange(start, end)
+        return self._name_to_side[name][block_ids[at // self._block_size], at % self._block_size][:, None]
 
     def _compute(self, chunk: Chunk) -> list[int]:
         """Returns the values of the chunk's tokens."""

@@ -59,12 +59,14 @@ BIGVGAN_CONFIG = {
 }
 
 
-def tiny_single_code() -> Any:
-    """Returns the model in evaluation mode. When it is saved, a file with its voices is saved beside it."""
-    thinker = QWEN2_5_OMNI.build().config.to_dict()
+def tiny_single_code(vocab_size: int = TEXT["vocab_size"], **media_ids: int) -> Any:
+    """Returns the model in evaluation mode. When it is saved, a file with its voices is saved beside it. `media_ids`
+    replaces ids of the thinker's config that stand for media."""
+    thinker = QWEN2_5_OMNI.build().config.to_dict() | media_ids
     media = {key: thinker[key] for key in thinker if key.endswith(("token_index", "_start_token_id", "_end_token_id"))}
+    text = TEXT | {"vocab_size": vocab_size}
     config = Qwen2_5OmniConfig(
-        thinker_config=thinker | {"text_config": TEXT, "vision_config": VISION25, "audio_config": AUDIO25},
+        thinker_config=thinker | {"text_config": text, "vision_config": VISION25, "audio_config": AUDIO25},
         talker_config=TALKER_CONFIG | media,
         token2wav_config={"dit_config": DIT_CONFIG, "bigvgan_config": BIGVGAN_CONFIG},
     )

@@ -44,6 +44,7 @@ from fabric.contracts import (
 from fabric.transport import LocalChannelHub, LocalFeatureSink, LocalFeatureSource, LocalHub, LocalPlane
 from llm_workers.compute import register_attention
 from llm_workers.own_engine import OwnEngine
+from llm_workers.stages import ChunkTransferAdapter
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
 from modalities.family import EncoderInput
@@ -182,7 +183,14 @@ class Recorder:
 class Rig:
     """Holds a worker and its peers. `parts` has a family, its model and its end tokens."""
 
-    def __init__(self, config: WorkerConfig, inbox_bytes: int, clock: Clock, parts: Loaded) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        inbox_bytes: int,
+        clock: Clock,
+        parts: Loaded,
+        sender: ChunkTransferAdapter | None = None,
+    ) -> None:
         self._eos_token_ids = parts.eos_token_ids
         self.hub, self.channel = LocalHub(), LocalChannelHub()
         self.router, self.encoder = Recorder(), Recorder()
@@ -191,7 +199,7 @@ class Rig:
         self.worker_plane = LocalPlane(self.hub, "local://worker")
         self.source = LocalFeatureSource(self.channel, "encoder", 1 << 22)
         self.sink = LocalFeatureSink(self.channel, "worker", inbox_bytes)
-        make_engine = functools.partial(OwnEngine, config, parts.family, parts.model, clock)
+        make_engine = functools.partial(OwnEngine, config, parts.family, parts.model, clock, sender=sender)
         self.service = WorkerService(WORKER, config, parts.family, make_engine, self.worker_plane, self.sink, clock)
         self._ids = itertools.count()
         self.slots = {}
@@ -275,9 +283,14 @@ class Rig:
 
 @contextlib.asynccontextmanager
 async def rig(
-    inbox_bytes: int = 1 << 22, clock: Clock | None = None, parts: Loaded | None = None, **config: Any
+    inbox_bytes: int = 1 << 22,
+    clock: Clock | None = None,
+    parts: Loaded | None = None,
+    sender: ChunkTransferAdapter | None = None,
+    **config: Any,
 ) -> AsyncIterator[Rig]:
-    made = Rig(WorkerConfig(**config), inbox_bytes, clock or SystemClock(), parts or loaded())
+    """Yields a started worker. `sender` takes what it makes for requests with a next stage."""
+    made = Rig(WorkerConfig(**config), inbox_bytes, clock or SystemClock(), parts or loaded(), sender)
     made.router_plane.start(made.router)
     made.encoder_plane.start(made.encoder)
     await made.service.start()

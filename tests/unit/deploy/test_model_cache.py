@@ -48,6 +48,11 @@ def test_small_files_come_first_and_other_formats_not_at_all() -> None:
     assert [file.name for file in needed(FILES, has_weights=False)] == ["config.json"]
 
 
+def test_voices_are_read_before_any_weights() -> None:
+    files = tuple(RemoteFile(name, 1, "", "") for name in ("spk_dict.pt", "model.pt", "config.json"))
+    assert [file.name for file in needed(files, has_weights=False)] == ["spk_dict.pt", "config.json"]
+
+
 def test_a_model_is_ready_only_when_all_that_is_asked_for_is_there(tmp_path: Path) -> None:
     cache, store = ModelCache(tmp_path), FakeStore()
     assert cache.ready_folder(URL, has_weights=False) is None

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 from served_fakes import served_fakes
+from voices_file import written_single_code
 
 from deploy.commands.serve_cluster import apply_overrides
 from deploy.config import ClusterConfig
 from deploy.demo.hear import SPOKEN_TASKS, run_spoken_demo
-from deploy.speech_parts import speech_settings
+from deploy.speech_parts import speech_settings, with_talker_rows
 from deploy.testing import spoken_samples
 from fabric.contracts import ConfigError, Unavailable
+from llm_workers.worker_config import WorkerConfig
+from modalities.speech_traits import read_speech_traits
 from router.router_config import SpeechSettings
 
 SPEECH = SpeechSettings(("anna", "ben"), 24_000)
@@ -59,3 +62,15 @@ def test_a_model_without_a_voice_is_refused_before_anything_starts(tmp_path: Pat
     with pytest.raises(ConfigError, match=r"stages is set, but .* is a llama without a talker"):
         speech_settings(config, tmp_path)
     assert speech_settings(ClusterConfig(), tmp_path) is None
+
+
+def test_a_talker_of_all_rows_needs_workers_that_store_them(tmp_path: Path) -> None:
+    directory = written_single_code(tmp_path)
+    found = speech_settings(ClusterConfig.model_validate({"stages": {}}), directory)
+    assert found is not None
+    assert (found.voices, found.talker_rows, found.needs_all_rows) == (("chelsie", "ethan"), "talker", True)
+    worker = with_talker_rows(WorkerConfig(), read_speech_traits(directory))
+    assert (worker.side_layers, worker.needs_all_rows) == ((("talker", 27),), True)
+    config = ClusterConfig.model_validate({"stages": {}, "workers": {"tensor_parallel": 2}})
+    with pytest.raises(ConfigError, match="tensor_parallel must be 1, not 2"):
+        speech_settings(config, directory)

@@ -1,10 +1,11 @@
-"""Tests what the thinker hands to the next stage: each token and each media row of the prompt once, in order, however
-the prompt is cut into chunks, cached, or preempted."""
+"""Tests what the thinker hands to the next stage: each token and each row that the talker needs once, in order, however
+the prompt is cut into chunks or cached."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from scheduling_cases import Bench, attempt_id, request
 
-from fabric.contracts import ErrorInfo, GenerateRequest, MemberId, StageRequest, StageTarget, WorkerLost
+from fabric.contracts import ErrorInfo, GenerateRequest, MemberId, ProtocolError, StageRequest, StageTarget, WorkerLost
 from llm_workers.scheduling import StepEvents
 from llm_workers.stages import StageOutput, ThinkerOutlet
 
@@ -117,7 +118,64 @@ def test_each_media_row_goes_out_once(is_cached: bool) -> None:
         assert (num_cached > 0) == (name == "second")
 
 
+def test_each_row_of_a_prompt_goes_out_with_its_chunk_and_each_later_one_with_the_next_token() -> None:
+    bench = Bench(block_size=BLOCK, num_blocks=64, max_step_tokens=6, side_layers=(("talker", 2),))
+    sender = RecordingSender()
+    outlet = ThinkerOutlet(sender, rows_by_slot, needs_all_rows=True)
+    spoken = with_stage(request("r", list(range(10)), max_tokens=3, side_names=("talker",)))
+    bench.add(spoken)
+    outlet.begin(spoken)
+    run(bench, outlet)
+    assert [at_and_tokens(output) for output in sender.outputs] == [
+        ([0, 1, 2, 3, 4, 5], []),
+        ([6, 7, 8, 9], [7]),
+        ([10], [7]),
+        ([11], [7]),
+    ]
+
+
+def test_rows_of_tokens_of_a_former_attempt_are_those_of_a_prompt() -> None:
+    bench = Bench(block_size=BLOCK, num_blocks=64, max_step_tokens=64, side_layers=(("talker", 2),))
+    sender = RecordingSender()
+    outlet = ThinkerOutlet(sender, rows_by_slot, needs_all_rows=True)
+    spoken = with_stage(request("r", 3, max_tokens=4, side_names=("talker",), emitted=((5, 6),)))
+    bench.add(spoken)
+    outlet.begin(spoken)
+    run(bench, outlet)
+    assert [at_and_tokens(output) for output in sender.outputs] == [
+        ([], [5, 6]),
+        ([0, 1, 2, 3, 4], [7]),
+        ([5], [7]),
+    ]
+
+
+def test_a_request_that_asks_for_no_rows_gets_none_of_a_cluster_that_has_them() -> None:
+    bench, sender = Bench(block_size=BLOCK, num_blocks=64, side_layers=(("talker", 2),)), RecordingSender()
+    outlet = ThinkerOutlet(sender, rows_by_slot, needs_all_rows=True)
+    spoken = with_stage(request("r", 10, max_tokens=2))
+    bench.add(spoken)
+    outlet.begin(spoken)
+    run(bench, outlet)
+    assert [at_and_tokens(output) for output in sender.outputs] == [([], [7]), ([], [7])]
+
+
+def test_rows_of_a_request_that_has_ended_can_not_be_sent() -> None:
+    sender = RecordingSender()
+    outlet = ThinkerOutlet(sender, rows_by_slot, needs_all_rows=True)
+    ended = with_stage(request("r", 4, emitted=((7, 8, 9),), side_names=("talker",)))
+    with pytest.raises(ProtocolError, match="nothing left to compute"):
+        outlet.begin(ended, is_finished=True)
+    assert (len(outlet), sender.opened) == (0, [])
+
+
 # ---------------------------------------------------------------- drivers
+
+
+def at_and_tokens(output: StageOutput) -> tuple[list[int], list[int]]:
+    """Returns the positions of the rows and the tokens of an output."""
+    values: Any = output.values
+    at, token_ids = (values.get(name, np.empty(0)).tolist() for name in ("prompt_hidden_at", "token_ids"))
+    return at, token_ids
 
 
 def with_stage(given: GenerateRequest) -> GenerateRequest:

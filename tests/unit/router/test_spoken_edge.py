@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import io
 import json
 import wave
@@ -28,8 +29,8 @@ INPUT = "read me"
 
 
 @asynccontextmanager
-async def speaking_edge() -> AsyncIterator[tuple[FakeCluster, httpx.AsyncClient]]:
-    async with fake_cluster(speech=SPEECH) as cluster:
+async def speaking_edge(settings: SpeechSettings = SPEECH) -> AsyncIterator[tuple[FakeCluster, httpx.AsyncClient]]:
+    async with fake_cluster(speech=settings) as cluster:
         cluster.add_stage(1, "talker", is_last=False)
         cluster.add_stage(2, "code2wav", is_last=True)
         cluster.publish()
@@ -97,6 +98,18 @@ async def test_a_text_is_read_aloud_as_a_file(form: str, media_type: str) -> Non
         (asked,) = cluster.workers[0].requests
         ids = cluster.codec.encode_inside(INPUT)
         assert asked.emitted == ((*ids, cluster.codec.eos_token_ids[0]),)
+
+
+async def test_a_text_is_computed_for_a_talker_that_needs_all_rows() -> None:
+    """The worker draws one token, in place of the one that ends the text."""
+    settings = dataclasses.replace(SPEECH, talker_rows="talker", needs_all_rows=True)
+    async with speaking_edge(settings) as (cluster, client):
+        response = await client.post(SPEAK, json=speech(response_format="pcm"))
+        assert response.content == spoken_samples()
+        (asked,) = cluster.workers[0].requests
+        ids = tuple(cluster.codec.encode_inside(INPUT))
+        assert (asked.emitted, asked.stop.max_tokens) == ((ids,), len(ids) + 1)
+        assert asked.side_names == ("talker",)
 
 
 @pytest.mark.parametrize("form", ["pcm", "wav"])

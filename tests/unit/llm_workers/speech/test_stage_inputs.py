@@ -107,6 +107,31 @@ def test_the_chunks_of_a_long_text_grow() -> None:
     assert sent + last["token_ids"].tolist() == list(range(61))
 
 
+@pytest.mark.parametrize("is_async", [True, False])
+def test_rows_of_tokens_travel_with_the_tokens_behind_them(is_async: bool) -> None:
+    """Each output after the first has a token, and the row of the token before it."""
+    held, chunks = accumulator(is_async), []
+    for index in range(60):
+        at = np.arange(5) if index == 0 else np.array([4 + index])
+        values = {"prompt_hidden": at[:, None] * 1.0, "prompt_hidden_at": at, "first_index": index}
+        payload: Any = thinker_to_talker(
+            held, StageOutput(values | {"token_ids": np.array([70 + index])}, index == 59, 1)
+        )
+        chunks += [payload] if payload is not None else []
+    assert (len(chunks) > 1, max(len(chunk["token_ids"]) for chunk in chunks)) == (
+        (True, 8) if is_async else (False, 60)
+    )
+    num_tokens, num_rows = 0, 0
+    for chunk in chunks:
+        assert chunk["first_index"] == num_tokens
+        assert chunk["token_ids"].tolist() == [70 + num_tokens + each for each in range(len(chunk["token_ids"]))]
+        num_tokens += len(chunk["token_ids"])
+        assert chunk["prompt_hidden_at"].tolist() == chunk["prompt_hidden"][:, 0].tolist()
+        assert chunk["prompt_hidden_at"].tolist() == list(range(num_rows, 4 + num_tokens))
+        num_rows = 4 + num_tokens
+    assert (num_tokens, num_rows) == (60, 64)
+
+
 def test_a_setting_limits_the_tokens_of_a_chunk() -> None:
     held = accumulator()
     held.settings = {"most_chunk_tokens": 1}

@@ -4,6 +4,7 @@ nothing left open when a client leaves."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -16,13 +17,16 @@ from router.prompt import PromptRequest
 from router.router_config import SpeechSettings
 from router.run import RequestStream
 
-SPEECH = SpeechSettings(("anna", "ben"), 24_000, num_stages=2, media_rows="talker")
+SPEECH = SpeechSettings(("anna", "ben"), 24_000, num_stages=2, talker_rows="talker")
+ALL_ROWS = dataclasses.replace(SPEECH, needs_all_rows=True)
 SPOKEN = {"modalities": ["text", "audio"]}
 
 
 @asynccontextmanager
-async def speaking(num_talkers: int = 1, num_code2wavs: int = 1, **settings: object) -> AsyncIterator[FakeCluster]:
-    async with fake_cluster(speech=SPEECH, **settings) as cluster:
+async def speaking(
+    num_talkers: int = 1, num_code2wavs: int = 1, speech: SpeechSettings = SPEECH, **settings: object
+) -> AsyncIterator[FakeCluster]:
+    async with fake_cluster(speech=speech, **settings) as cluster:
         for _ in range(num_talkers):
             cluster.add_stage(1, "talker", is_last=False)
         for _ in range(num_code2wavs):
@@ -83,6 +87,40 @@ async def test_media_rows_are_asked_for_where_there_are_media() -> None:
     async with speaking() as cluster:
         await hear(await cluster.service.open(chat([image()], **SPOKEN)))
         assert cluster.workers[0].requests[0].side_names == ("talker",)
+
+
+async def test_all_rows_are_asked_for_where_the_talker_needs_them() -> None:
+    async with speaking(speech=ALL_ROWS) as cluster:
+        await hear(await cluster.service.open(chat(**SPOKEN)))
+        await hear(await cluster.service.open(chat()))
+        assert [asked.side_names for asked in cluster.workers[0].requests] == [("talker",), ()]
+
+
+@pytest.mark.parametrize("is_pictured", [False, True])
+@pytest.mark.parametrize("settings", [SPEECH, ALL_ROWS], ids=["media", "all"])
+async def test_the_last_token_is_drawn_again_where_rows_are_needed(is_pictured: bool, settings: SpeechSettings) -> None:
+    """All text is there when the talker is lost. The next attempt draws one token at most, so it ends as the first one
+    did."""
+    content = [[image()]] if is_pictured else []
+    async with speaking(num_talkers=2, speech=settings) as cluster:
+        for each in stages(cluster, "talker"):
+            each.script.pause_at = 1
+        stream = await cluster.service.open(chat(*content, **SPOKEN))
+        heard = asyncio.create_task(hear(stream))
+        await settled(lambda: stream.are_choices_finished and any(each.num_open for each in stages(cluster, "talker")))
+        lost = next(each for each in stages(cluster, "talker") if each.requests)
+        lost.script.error, lost.script.die_at = WorkerLost("died"), 1
+        for each in stages(cluster, "talker"):
+            each.script.pause_at = None
+            each.script.resume.set()
+        text, samples, _ = await heard
+        assert (text, samples) == (expected(cluster), spoken_samples())
+        first, second = cluster.workers[0].requests
+        drawn = stream.choices[0].emitted
+        if is_pictured or settings.needs_all_rows:
+            assert (second.emitted, second.stop.max_tokens) == ((drawn[:-1],), len(drawn))
+        else:
+            assert (second.emitted, second.stop) == ((drawn,), first.stop)
 
 
 async def test_text_alone_asks_no_stage_for_anything() -> None:
