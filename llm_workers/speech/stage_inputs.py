@@ -28,7 +28,7 @@ CODEC_CHUNK_FRAMES = 25
 """Is the size of the later chunks of frames unless the stage config sets `codec_chunk_frames`: 2 s of sound."""
 LEAST_FIRST_FRAMES = 4
 """Is the size of the first chunk while few requests run, unless the stage config sets `initial_codec_chunk_frames`."""
-_RUNNING_PER_FRAME = 2
+_RUNNING_PER_FRAME = 4
 """With more running requests than this many for each frame of the least first chunk, first chunks grow, because each
 chunk is a place in a batch of the next stage."""
 _GROWTH = 2

@@ -46,8 +46,8 @@ def test_frames_are_collected_into_chunks_of_which_the_first_is_small() -> None:
 
 
 def test_the_first_chunk_grows_with_the_load_and_later_ones_grow_from_it() -> None:
-    assert sizes(accumulator(num_running=10), 50) == [5, 10, 25, 10]
-    assert sizes(accumulator(num_running=64), 60) == [25, 25, 10]
+    assert sizes(accumulator(num_running=20), 50) == [5, 10, 25, 10]
+    assert sizes(accumulator(num_running=128), 60) == [25, 25, 10]
 
 
 def test_a_request_chooses_its_first_chunk() -> None:
