@@ -1,8 +1,8 @@
 """Makes the input of the next stage from what a stage of Qwen3-Omni or Qwen2.5-Omni makes.
 
 A stage config names these functions by import path; the transfer adapter calls them in the engine's thread
-(`llm_workers.stages.NextStageInput`). `thinker_to_talker` hands hidden states of the prompt and the first tokens on as
-they come, and later tokens a few at a time, with the hidden states that come with them.
+(`llm_workers.stages.NextStageInput`). `thinker_to_talker` hands hidden states and tokens on as they come, and while
+many requests run a few tokens at a time, with the hidden states that come with them.
 `talker_to_code2wav` collects frames: the first chunk is small, so that the sound begins early, and the next ones grow
 with what the listener has, up to the usual size. In the sequential pipeline, both return one payload at the end.
 
@@ -20,10 +20,10 @@ from llm_workers.stages import ChunkAccumulator, Payload, StageOutput
 
 MOST_CHUNK_TOKENS = 8
 """Limits the tokens of a chunk unless the stage config sets `most_chunk_tokens`."""
-_TOKENS_PER_HELD = 4
-"""A chunk has at most one token for each of so many tokens before it. The talker makes a frame of sound from each
-token, so the tokens before last far longer than the few that are held back, and each chunk costs time of the thinker
-and the talker."""
+_RUNNING_PER_TOKEN, _SENT_PER_TOKEN = 4, 4
+"""A chunk has at most one token for each of so many running requests, because each chunk costs time of the thinker and
+the talker, and at most one for each of so many tokens before it. The talker makes a frame of sound from each token, so
+those before last far longer than the few that are held back."""
 CODEC_CHUNK_FRAMES = 25
 """Is the size of the later chunks of frames unless the stage config sets `codec_chunk_frames`: 2 s of sound."""
 LEAST_FIRST_FRAMES = 4
@@ -60,9 +60,12 @@ def _is_due(accumulator: ChunkAccumulator) -> bool:
     tokens = [output.values for output in accumulator.held if _size(output.values, "token_ids")]
     if not tokens:
         return bool(accumulator.held)
-    num_sent = int(tokens[0]["first_index"])
-    most = int(accumulator.settings.get("most_chunk_tokens", MOST_CHUNK_TOKENS))
-    return sum(_size(values, "token_ids") for values in tokens) >= min(most, max(1, num_sent // _TOKENS_PER_HELD))
+    most = min(
+        int(accumulator.settings.get("most_chunk_tokens", MOST_CHUNK_TOKENS)),
+        accumulator.num_running // _RUNNING_PER_TOKEN,
+        int(tokens[0]["first_index"]) // _SENT_PER_TOKEN,
+    )
+    return sum(_size(values, "token_ids") for values in tokens) >= most
 
 
 def talker_to_code2wav(accumulator: ChunkAccumulator, output: StageOutput) -> Payload | None:

@@ -83,8 +83,9 @@ class ChunkTransferAdapter(TransferAdapter):
         self._outputs: dict[StageKey, ChunkOutput] = {}
         self._due: dict[str, deque[tuple[InboxEntry, bool]]] = {name: deque() for name in connectors}
         """Holds early chunks that a receive loop has to look at again, by connector, and whether it drops them."""
-        self.num_running = 1
-        """Counts the requests of the stage, for the function that makes payloads."""
+        self.num_running: int | None = None
+        """Counts the requests that the stage runs, for the function that makes payloads. Without it, those whose output
+        is open count."""
 
     # ------------------------------------------------------------ requests
 
@@ -147,7 +148,7 @@ class ChunkTransferAdapter(TransferAdapter):
             held = self._outputs.get(request.key)
             if held is None or held.is_complete:
                 return False
-            held.accumulator.num_running = self.num_running
+            held.accumulator.num_running = len(self._outputs) if self.num_running is None else self.num_running
             try:
                 return self._accumulate(held, output)
             except WeftError as failed:

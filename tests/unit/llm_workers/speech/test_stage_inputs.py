@@ -91,8 +91,8 @@ def test_what_the_thinker_makes_goes_on_at_once() -> None:
     assert held.held == []
 
 
-def test_the_chunks_of_a_long_text_grow() -> None:
-    held, sizes, sent = accumulator(), [], []
+def test_the_chunks_of_a_long_text_grow_while_many_requests_run() -> None:
+    held, sizes, sent = accumulator(num_running=64), [], []
     for index in range(60):
         payload: Any = thinker_to_talker(
             held, StageOutput({"token_ids": np.array([index]), "first_index": index}, False)
@@ -110,7 +110,7 @@ def test_the_chunks_of_a_long_text_grow() -> None:
 @pytest.mark.parametrize("is_async", [True, False])
 def test_rows_of_tokens_travel_with_the_tokens_behind_them(is_async: bool) -> None:
     """Each output after the first has a token, and the row of the token before it."""
-    held, chunks = accumulator(is_async), []
+    held, chunks = accumulator(is_async, num_running=64), []
     for index in range(60):
         at = np.arange(5) if index == 0 else np.array([4 + index])
         values = {"prompt_hidden": at[:, None] * 1.0, "prompt_hidden_at": at, "first_index": index}
@@ -132,11 +132,12 @@ def test_rows_of_tokens_travel_with_the_tokens_behind_them(is_async: bool) -> No
     assert (num_tokens, num_rows) == (60, 64)
 
 
-def test_a_setting_limits_the_tokens_of_a_chunk() -> None:
-    held = accumulator()
-    held.settings = {"most_chunk_tokens": 1}
+def test_each_token_is_a_chunk_while_few_requests_run_or_if_a_setting_says_so() -> None:
     outputs = [StageOutput({"token_ids": np.array([index]), "first_index": index}, False) for index in range(40)]
-    assert all(thinker_to_talker(held, output) is not None for output in outputs)
+    few, limited = accumulator(num_running=7), accumulator(num_running=64)
+    limited.settings = {"most_chunk_tokens": 1}
+    assert all(thinker_to_talker(few, output) is not None for output in outputs)
+    assert all(thinker_to_talker(limited, output) is not None for output in outputs)
 
 
 def test_the_sequential_pipeline_sends_all_that_the_thinker_made_at_the_end() -> None:
