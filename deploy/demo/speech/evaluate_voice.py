@@ -36,7 +36,7 @@ CEILING_SPEED = 160
 """Gives the words per minute of the words that the ceiling is measured with; no training has heard them."""
 QUESTIONS = ("What do you see?", "Say it.", "Hello! Which one is it, please?")
 NUM_LONG = 6
-NUM_CONVERSATIONS = 2
+NUM_CONVERSATIONS = 6
 """Counts the conversations of each task."""
 SECTION = "\n## How well its speech is understood\n"
 
