@@ -34,7 +34,7 @@ from llm_workers.scheduling import (
     worker_bytes,
 )
 from modalities.family import Family
-from modalities.speech_traits import read_speech_traits
+from modalities.speech_traits import QWEN2_5_OMNI, read_speech_traits
 
 PATCH_BYTES = 6 * 1024
 """Estimates the size of a decoded patch: float32, 3 colours, 2 frames, 16 x 16 pixels."""
@@ -88,7 +88,7 @@ def plan_budget(
         for item in largest:
             problems += arena_shortfall("encoders: arena_bytes", shape, arena_bytes(config), dtype, item)
     if config.stages is not None:
-        processes += stage_budgets(config, model.directory, family, weights)
+        processes += _stages(config, model.directory, family, weights)
     return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems))
 
 
@@ -177,7 +177,7 @@ def _spoken_rows(config: ClusterConfig, family: Family) -> list[Row]:
     return [Row("for speech", nbytes, _place(section.device), "at most, rows of a hidden layer for the talker")]
 
 
-def stage_budgets(
+def _stages(
     config: ClusterConfig, model_dir: Path, family: Family, weights: StoredWeights | None
 ) -> list[ProcessBudget]:
     """Returns the budgets of the stages behind the thinker. Of a stage of one's own nothing is known. Raises
@@ -197,7 +197,9 @@ def stage_budgets(
                 Row("KV", _talker_kv_bytes(found, stage, dtype), place, _blocks(stage)),
             )
         elif stage.model_stage == CODE2WAV:
-            dtype = "float32" if stage.devices == "cpu" else dtype
+            # Code2wav rounds on a device only, and token2wav nowhere (`llm_workers.speech.load_code2wav`).
+            is_exact = stage.devices == "cpu" or found["model_type"] == QWEN2_5_OMNI
+            dtype = "float32" if is_exact else dtype
             states = Row("states", None, place, f"of up to {stage.max_states} requests")
             rows = (_weights_row(weights and weights.num_code2wav, dtype, place), states)
         else:

@@ -237,6 +237,11 @@ class GenerationMachine(SchedulerMachine):
     def new_scheduler(self, source: CountingSource, max_states: int) -> StageScheduler:
         return GenerationStageScheduler(source, self.ready, self.max_num_seqs, max_states, self.max_step_units)
 
+    def check(self, plan: StageStep, waiting: set[StageKey]) -> None:
+        super().check(plan, waiting)
+        for span in plan.spans[1:]:
+            assert span.start + span.num_units == self.ready(span.key), "only the first request of a step is split"
+
 
 class PacedMachine(GenerationMachine):
     PATIENCE_S = 2.0

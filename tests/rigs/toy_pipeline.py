@@ -91,7 +91,8 @@ class ToyStage:
         frame_s: float | None = None,
         **patience: float,
     ) -> None:
-        """With `frame_s`, a generation stage is just in time for listeners who play a frame for so long."""
+        """Creates the replica. With `frame_s`, a generation stage is just in time for listeners who play a frame for so
+        many seconds."""
         section = config.stage_args[stage_id]
         make_model: Any = imported(section.model_stage)
         self.model: StageModel = make_model()

@@ -14,11 +14,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from deploy.demo.speech.speech_data import Ints
 from deploy.demo.speech.word_times import Voice, word_starts
 from deploy.demo.speech_config import FRAME_SAMPLES, SAMPLE_RATE
 
 Samples = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
 TRAINING_SPEED = 150
 """Gives the words per minute of all recordings of training."""
 JUDGES_SPEED = 170

@@ -85,10 +85,11 @@ def word_starts(text: str, voice: Voice, speed: int) -> list[float]:
     functions.espeak_Synth(encoded, size, 0, _CHARACTER_POSITION, 0, _PLAIN_ASCII_TEXT, None, None)
     position_to_start = dict(reversed(library.starts))
     found = [position_to_start.get(match.start()) for match in re.finditer(r"\S+", text)]
-    return _filled(found)
+    return filled_starts(found)
 
 
-def _filled(starts: list[float | None]) -> list[float]:
+def filled_starts(starts: list[float | None]) -> list[float]:
+    """Returns the starts with each missing one halfway between its neighbours; one at the end is that before it."""
     found: list[float] = []
     for at, start in enumerate(starts):
         if start is None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from ctypes.util import find_library
+
 import numpy as np
 import pytest
 
 from deploy.demo.speech.script import WORDS, answers, script
+from deploy.demo.speech.word_times import filled_starts, word_starts
+from deploy.demo.speech_config import FRAME_SAMPLES
 
 torch = pytest.importorskip("torch")
 
 from deploy.demo.speech.judges import Judge, distances, pieces, sentences_of, variants  # noqa: E402
+from deploy.demo.speech.recordings import NAME_TO_VOICE, recording, word_at_frames  # noqa: E402
 
 
 def test_nothing_that_is_held_out_is_learned_and_nothing_comes_twice() -> None:
@@ -19,6 +24,23 @@ def test_nothing_that_is_held_out_is_learned_and_nothing_comes_twice() -> None:
     assert not set(learned) & set(said.held_out)
     assert set(answers()) <= {*said.sentences, *said.held_out}
     assert script(0) == said != script(1)
+
+
+def test_a_word_without_a_start_begins_between_its_neighbours() -> None:
+    assert filled_starts([0.0, None, 1.0, None]) == [0.0, 0.5, 1.0, 1.0]
+    assert filled_starts([None, 0.4]) == [0.2, 0.4]
+
+
+@pytest.mark.skipif(find_library("espeak-ng") is None, reason="espeak-ng is not installed")
+def test_espeak_says_when_each_word_of_a_recording_begins() -> None:
+    text = "There is a small red circle in the middle."
+    starts = word_starts(text, NAME_TO_VOICE["ethan"], 150)
+    assert len(starts) == 9
+    assert starts == sorted(starts)
+    found = word_at_frames(text, "ethan")
+    assert len(found) * FRAME_SAMPLES == len(recording(text, "ethan"))
+    assert found.tolist() == sorted(found.tolist())
+    assert {0, 4, 5, 8} <= set(found.tolist())  # Short words may lie between the middles of two frames.
 
 
 def test_variants_differ_in_one_place() -> None:
