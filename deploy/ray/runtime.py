@@ -34,7 +34,7 @@ from deploy.sizing import refuse_if_too_small
 from deploy.start_phases import StartState
 from deploy.tls import TlsFiles, check_tls
 from fabric.contracts import ConfigError, Unavailable
-from fabric.transport import check_installed, join_host_port
+from fabric.transport import check_installed, join_host_port, remove_inboxes_without_owner
 
 logger = logging.getLogger(__name__)
 ANSWER_S = 5.0
@@ -281,6 +281,9 @@ def _ray(config: ClusterConfig, temp_dir: Path | None) -> Iterator[None]:
                 ray.shutdown(wait_for_processes=True)
             finally:  # A Ray that does not end in time is the one whose logs are wanted.
                 _keep_ray_logs(config, folder)
+                # Ray kills replicas that do not end in time, and the last of them has no successor that removes its
+                # inbox.
+                remove_inboxes_without_owner()
     finally:
         if temp_dir is None:
             shutil.rmtree(folder, ignore_errors=True)

@@ -28,7 +28,11 @@ from fabric.transport.message_plane import Handler, LocalHub, LocalPlane, Plane
 from fabric.transport.nixl_channel import NixlFeatureSink, NixlFeatureSource, check_installed
 from fabric.transport.nixl_stage_connector import NixlStageConnector
 from fabric.transport.ports import PortRange, bind_free, join_host_port, listen
-from fabric.transport.shm_stage_connector import SharedMemoryStageConnector, stage_directory
+from fabric.transport.shm_stage_connector import (
+    SharedMemoryStageConnector,
+    remove_inboxes_without_owner,
+    stage_directory,
+)
 from fabric.transport.stage_connector import InboxEntry, LocalStageConnector, LocalStageHub, StageConnector
 from fabric.transport.zmq_plane import PlaneKeys, ZmqPlane
 
@@ -71,5 +75,6 @@ __all__ = [
     "check_installed",
     "join_host_port",
     "listen",
+    "remove_inboxes_without_owner",
     "stage_directory",
 ]

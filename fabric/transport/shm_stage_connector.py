@@ -60,6 +60,16 @@ def stage_directory() -> Path:
     return Path(f"/dev/shm/weft-stages-{os.getuid()}")
 
 
+def remove_inboxes_without_owner(root: Path | None = None) -> None:
+    """Removes the inboxes of processes that were killed. Connectors do so when they start and when they close; this is
+    for a process that outlives all connectors of a cluster. It raises nothing if the directory can't be used."""
+    root = root or stage_directory()
+    if root.is_dir():
+        with contextlib.suppress(OSError), _locked_root(root):
+            _sweep(root)
+            root.rmdir()  # This fails while other inboxes are there.
+
+
 class SharedMemoryStageConnector:
     """Implements `fabric.transport.stage_connector.StageConnector` with files in shared memory."""
 

@@ -13,7 +13,7 @@ import pytest
 from connector_peers import ConnectorProcess, connector_maker
 
 from fabric.contracts import ArenaFull, ConfigError, TransferFailed, UnitTooLarge
-from fabric.transport import InboxEntry, SharedMemoryStageConnector, StageConnector
+from fabric.transport import InboxEntry, SharedMemoryStageConnector, StageConnector, remove_inboxes_without_owner
 
 PATIENCE_S = 20.0
 KINDS = ["in_process", "shared_memory", pytest.param("nixl", marks=pytest.mark.nixl)]
@@ -298,6 +298,22 @@ def test_killed_processes_are_removed_by_the_next_start_and_the_next_end(root: P
         stays.close()
         for process in killed:
             process.close()
+    assert not root.exists()
+
+
+def test_the_last_killed_processes_are_removed_by_a_process_that_outlives_them(root: Path) -> None:
+    lives, killed = (ConnectorProcess("shared_memory", root) for _ in range(2))
+    try:
+        killed.kill()
+        remove_inboxes_without_owner(root)
+        assert {path.name for path in root.iterdir()} == {lives.inbox}
+        lives.kill()
+        remove_inboxes_without_owner(root)
+    finally:
+        for process in (lives, killed):
+            process.close()
+    assert not root.exists()
+    remove_inboxes_without_owner(root)
     assert not root.exists()
 
 
