@@ -121,6 +121,9 @@ class SamplingParams(Wire, frozen=True):
 
     grammar: str = ""
     """The output must match this grammar, in llguidance's notation; an empty grammar allows any output."""
+    is_seed_given: bool = False
+    """Says that the client has sent the seed. An engine whose draws do not follow from (seed, choice, index) ignores a
+    seed that the router has drawn."""
 
     @property
     def has_penalties(self) -> bool:

@@ -13,8 +13,14 @@ store exchanges `FeatureReference` with it; the deployment checks its sizes here
 sockets and threads, and no time but the clock that it is given.
 """
 
-from llm_workers.scheduling.blocks import BlockPool, ChainPage, chain_pages
-from llm_workers.scheduling.feature_references import FeatureReference, FeatureReferences, Reads, ReleasedFeature
+from llm_workers.scheduling.blocks import BlockPool, ChainPage, chain_pages, stored_chain
+from llm_workers.scheduling.feature_references import (
+    FeatureReference,
+    FeatureReferences,
+    ReadLog,
+    Reads,
+    ReleasedFeature,
+)
 from llm_workers.scheduling.pool_sizes import (
     NUM_HIDDEN_WIDTHS,
     LargestItem,
@@ -28,16 +34,19 @@ from llm_workers.scheduling.pool_sizes import (
 from llm_workers.scheduling.prompt_reader import SCORED_AT_ONCE, PromptReading, PromptRows, ScoredRows
 from llm_workers.scheduling.scheduler import Scheduler
 from llm_workers.scheduling.scheduler_events import (
+    NOT_COVERED,
+    PREEMPTED,
     AdmittedSequences,
     FinishedSequence,
     NeededUnit,
     NextRead,
+    PrefillProgress,
     SequenceOutputs,
     SequenceTimes,
     SequenceTokens,
     StepEvents,
 )
-from llm_workers.scheduling.sequence import Arrival
+from llm_workers.scheduling.sequence import Arrival, Sequence, prepare
 from llm_workers.scheduling.step_plan import (
     BROKEN_GRAMMAR_TOKEN,
     NO_BLOCK,
@@ -55,9 +64,11 @@ from llm_workers.scheduling.step_plan import (
 
 __all__ = [
     "BROKEN_GRAMMAR_TOKEN",
+    "NOT_COVERED",
     "NOT_FINITE_TOKEN",
     "NO_BLOCK",
     "NUM_HIDDEN_WIDTHS",
+    "PREEMPTED",
     "SCORED_AT_ONCE",
     "AdmittedSequences",
     "Arrival",
@@ -71,13 +82,16 @@ __all__ = [
     "LargestItem",
     "NeededUnit",
     "NextRead",
+    "PrefillProgress",
     "PromptReading",
     "PromptRows",
+    "ReadLog",
     "Reads",
     "ReleasedFeature",
     "Scheduler",
     "ScoredRows",
     "SeenTokens",
+    "Sequence",
     "SequenceOutputs",
     "SequenceTimes",
     "SequenceTokens",
@@ -93,6 +107,8 @@ __all__ = [
     "chain_pages",
     "feature_bytes",
     "kv_heads",
+    "prepare",
     "shortfalls",
+    "stored_chain",
     "worker_bytes",
 ]

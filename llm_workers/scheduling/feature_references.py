@@ -99,6 +99,11 @@ class FeatureReferences:
         entry = self._entries.get(unit)
         return entry is not None and sequence_id in entry.needed_by
 
+    def needing(self, unit: UnitKey) -> list[SequenceId]:
+        """Returns the sequences that need the unit, in order."""
+        entry = self._entries.get(unit)
+        return [] if entry is None else sorted(entry.needed_by)
+
     def check_counts(self, unit_to_tokens: Mapping[UnitKey, int]) -> None:
         """Raises FeatureMismatch if another request was promised another size for one of the units: only this request
         fails, and the earlier ones go on."""

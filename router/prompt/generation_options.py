@@ -35,6 +35,7 @@ def sampling_of(fields: GenerationFields, vocab_size: int, grammar: str = "") ->
         top_p=1.0 if fields.top_p is None else fields.top_p,
         top_k=max(0, fields.top_k or 0),
         seed=secrets.randbits(63) if fields.seed is None else fields.seed,
+        is_seed_given=fields.seed is not None,
         min_p=fields.min_p or 0.0,
         repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
         presence_penalty=fields.presence_penalty or 0.0,

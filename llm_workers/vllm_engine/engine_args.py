@@ -1,0 +1,145 @@
+"""Makes vLLM's config out of Weft's settings and the options that the operator hands through.
+
+Options of `workers.vllm` go to vLLM's `AsyncEngineArgs` as they are. Those that Weft decides itself, because routing,
+hashes or features depend on them, are refused here by name, with the key of Weft that decides. This module is imported
+in the environment in which vLLM is installed, and imports vLLM only when it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+from fabric.contracts import ConfigError
+from llm_workers.vllm_engine.rank_inboxes import RankedSink
+
+_PACKAGE = "llm_workers.vllm_engine"
+RESERVED_TO_REASON: Mapping[str, str] = {
+    "model": "model.path names the model",
+    "tokenizer": "the router tokenises",
+    "dtype": "model.dtype says it",
+    "tensor_parallel_size": "workers.tensor_parallel says it",
+    "data_parallel_size": "workers.replicas says it: each replica is a worker of its own to the router",
+    "max_num_seqs": "workers.max_sequences says it",
+    "max_num_batched_tokens": "workers.max_step_tokens says it",
+    "enable_prefix_caching": "workers.prefix_cache says it",
+    "scheduling_policy": "requests are served by priority and age",
+    "scheduler_cls": "the doorstep needs a scheduler of its own",
+    "ec_transfer_config": "features come from the encoder pool",
+    "ec_manager_config": "features come from the encoder pool",
+    "kv_events_config": "the worker reports its blocks itself",
+    "limit_mm_per_prompt": "media.limit_mm_per_prompt says it",
+    "enable_mm_embeds": "features come from the encoder pool",
+    "runner": "a worker generates",
+}
+"""Maps each option that Weft decides to the reason that the error gives."""
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": "0",  # Events name blocks by their whole hashes.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # A fork would copy NIXL's threads' locks.
+    "VLLM_HOST_IP": "127.0.0.1",  # The ranks of a worker are processes of one machine.
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # Weft has downloaded the model.
+}
+"""Holds the variables that the process of a vLLM worker needs before vLLM is imported."""
+
+
+HELLO_TIMEOUT_S = 60.0
+"""Limits how long the inboxes of the ranks may take to say that they are there, after vLLM has started the ranks."""
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Holds what Weft decides of a vLLM worker, and the operator's options."""
+
+    model_dir: str
+    dtype: str
+    max_sequences: int
+    max_step_tokens: int
+    is_prefix_cache_enabled: bool
+    num_ranks: int = 1
+    """Counts the ranks of tensor parallelism."""
+    has_towers: bool = True
+    """Says whether vLLM loads the model's encoders although it never runs them: it has to for models with DeepStack."""
+    is_multimodal: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that Weft decides itself or that vLLM does not know."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    for key in options:
+        if key in RESERVED_TO_REASON:
+            raise ConfigError(f"workers.vllm.{key} can't be set, because {RESERVED_TO_REASON[key]}")
+    known = {each.name for each in fields(AsyncEngineArgs)}
+    if unknown := sorted(set(options) - known):
+        raise ConfigError(f"workers.vllm has keys that vLLM does not know: {', '.join(unknown)}")
+
+
+def engine_config(settings: VllmSettings, sink: RankedSink, inbox_bytes: int, name: str) -> Any:
+    """Returns vLLM's config for a worker whose ranks pull into inboxes of `inbox_bytes` and are told by `sink` what to
+    pull. `name` begins the names of the ranks' transfer agents. Raises ConfigError if vLLM refuses an option."""
+    from vllm.config import ECTransferConfig, KVEventsConfig
+    from vllm.config.ec_manager_config import EncoderCacheManagerConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    check_options(settings.options)
+    own: dict[str, Any] = {
+        "model": settings.model_dir,
+        "dtype": settings.dtype,
+        "max_num_seqs": settings.max_sequences,
+        "max_num_batched_tokens": settings.max_step_tokens,
+        "tensor_parallel_size": settings.num_ranks,
+        "enable_prefix_caching": settings.is_prefix_cache_enabled,
+        "scheduling_policy": "priority",
+        "disable_log_stats": True,
+        "generation_config": "vllm",
+        "kv_events_config": KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
+        "ec_transfer_config": ECTransferConfig(
+            ec_connector="FeatureConnector",
+            ec_connector_module_path=f"{_PACKAGE}.feature_connector",
+            ec_role="ec_consumer",
+            ec_connector_extra_config={"address": sink.address, "inbox_bytes": inbox_bytes, "name": name},
+        ),
+        "ec_manager_config": EncoderCacheManagerConfig(
+            encoder_cache_manager_cls=f"{_PACKAGE}.doorstep_scheduler.DoorstepCacheManager"
+        ),
+    }
+    if settings.is_multimodal:
+        own["skip_mm_profiling"] = True
+        if not settings.has_towers:
+            own |= {"limit_mm_per_prompt": {"image": 0, "video": 0}, "enable_mm_embeds": True}
+    try:
+        config = AsyncEngineArgs(**own, **settings.options).create_engine_config()
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"vLLM refuses its config: {error}") from error
+    is_overlapping = config.scheduler_config.async_scheduling
+    kind = "OverlappingDoorstepScheduler" if is_overlapping else "DoorstepScheduler"
+    config.scheduler_config.scheduler_cls = f"{_PACKAGE}.doorstep_scheduler.{kind}"
+    return config
+
+
+class CoreParts(NamedTuple):
+    """Holds what a `VllmEngine` needs of a config of vLLM."""
+
+    make_core: Callable[[Callable[[], None]], Any]
+    architecture: str
+    block_size: int
+
+
+def core_parts(config: Any, sink: RankedSink) -> CoreParts:
+    """Returns what creates the engine core of this config, the name of vLLM's model class, and the size of its KV
+    blocks as the config has it."""
+
+    def make_core(on_rank_lost: Callable[[], None]) -> Any:
+        from vllm.v1.engine.core import EngineCore
+        from vllm.v1.executor import Executor
+
+        core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_rank_lost)
+        if not sink.wait_for_ranks(HELLO_TIMEOUT_S):
+            core.shutdown()
+            raise ConfigError("the ranks of vLLM have opened no inbox")
+        return core
+
+    return CoreParts(make_core, config.model_config.architecture, config.cache_config.block_size)

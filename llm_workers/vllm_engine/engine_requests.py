@@ -1,0 +1,171 @@
+"""Makes requests of vLLM's engine core out of sequences of Weft.
+
+A request holds the prompt, with the tokens that a former attempt has sent at its end, and one entry per media item: its
+hash, its place and its grid, from which vLLM computes positions. It holds no pixels, because the features come from the
+encoder pool. `check_supported` refuses what vLLM can't do for us before anything is queued.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+)
+from vllm.multimodal.inputs import PlaceholderRange as FeaturePlace
+from vllm.sampling_params import SamplingParams as VllmSampling
+from vllm.v1.request import Request
+
+from fabric.contracts import (
+    GenerateRequest,
+    InvalidRequest,
+    MediaItem,
+    MemberId,
+    PlaceholderRange,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    StopConditions,
+)
+from llm_workers.scheduling import Sequence
+from llm_workers.vllm_engine.block_mirror import block_hasher
+from llm_workers.vllm_engine.sequence_book import BookedChoice
+
+FRAMED_VIDEO_ARCHITECTURES = frozenset({"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"})
+"""Lists the architectures in which a mark stands ahead of each frame of a video, and vLLM looks for the first mark from
+the place of the item on."""
+TIMED_VIDEO_ARCHITECTURES = frozenset({"Qwen2_5_VLForConditionalGeneration"})
+"""Lists the architectures in which the positions of a video depend on the seconds between its temporal patches."""
+PICTURE_ARCHITECTURES = frozenset({"Qwen2VLForConditionalGeneration"}) | (
+    FRAMED_VIDEO_ARCHITECTURES | TIMED_VIDEO_ARCHITECTURES
+)
+"""Lists the architectures whose pictures and videos a vLLM worker takes."""
+
+
+def check_supported(request: GenerateRequest) -> None:
+    """Raises InvalidRequest for what a vLLM worker can't do: embeddings, speech, and sound inside a video."""
+    if request.prompt_outputs.pooling:
+        raise InvalidRequest("workers.engine is vllm, which gives no embeddings", param="model")
+    if request.next_stage is not None or request.side_names:
+        raise InvalidRequest("workers.engine is vllm, which does not hand over what speech needs", param="modalities")
+    for item in request.media:
+        if item.anchor >= 0 or item.modality not in ("image", "video"):
+            raise InvalidRequest(f"workers.engine is vllm, which takes no {item.modality} here", param=item.part)
+
+
+def engine_request(choice: BookedChoice, architecture: str, block_size: int) -> Request:
+    """Returns the request for one sequence."""
+    request, sequence = choice.request, choice.sequence
+    return Request(
+        request_id=choice.name,
+        prompt_token_ids=sequence.tokens.view().tolist(),
+        sampling_params=sampling(request, sequence),
+        pooling_params=None,
+        arrival_time=request.age[0],
+        mm_features=features(request, architecture),
+        cache_salt=request.cache_salt or None,
+        priority=request.priority,
+        block_hasher=block_hasher(sequence.layout, block_size),
+    )
+
+
+def warm_up_request(number: int, num_tokens: int) -> GenerateRequest:
+    """Returns a request of a prompt that is computed at boot, after which two tokens are drawn. Prompts with different
+    numbers share no prefix."""
+    return GenerateRequest(
+        request_id=RequestId(f"warm-up-{number}"),
+        attempt=0,
+        router_id=MemberId(""),
+        router_address="",
+        token_ids=(number, *(0,) * (num_tokens - 1)),
+        placeholders=(),
+        media=(),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StopConditions(2),
+        age=(0.0, ""),
+    )
+
+
+def request_name(sequence_id: SequenceId) -> str:
+    """Returns how vLLM calls a sequence. Attempts and choices come in numbers of fixed width, because vLLM orders
+    requests of one age by their names."""
+    return f"{sequence_id.request_id}/{sequence_id.attempt:04d}/{sequence_id.choice:04d}"
+
+
+def sampling(request: GenerateRequest, sequence: Sequence) -> VllmSampling:
+    """Returns how the next tokens of the sequence are drawn. Text is none of the worker's business, so vLLM neither
+    detokenises nor looks for stop strings."""
+    ours, stop = request.sampling, request.stop
+    stop_ids = stop.stop_token_ids if stop.ignore_eos else (*stop.eos_token_ids, *stop.stop_token_ids)
+    num_sent = sequence.num_generated
+    prompt_logprobs = request.prompt_outputs.num_top_logprobs
+    return VllmSampling(
+        temperature=ours.temperature,
+        top_p=ours.top_p,
+        top_k=ours.top_k,
+        min_p=ours.min_p,
+        seed=ours.seed if ours.is_seed_given else None,
+        repetition_penalty=ours.repetition_penalty,
+        presence_penalty=ours.presence_penalty,
+        frequency_penalty=ours.frequency_penalty,
+        logit_bias=dict(ours.logit_bias) or None,
+        logprobs=ours.num_top_logprobs,
+        prompt_logprobs=prompt_logprobs,
+        max_tokens=max(stop.max_tokens - num_sent, 1),
+        min_tokens=0 if ours.grammar else max(stop.min_tokens - num_sent, 0),
+        stop_token_ids=list(stop_ids),
+        ignore_eos=True,
+        detokenize=False,
+    )
+
+
+def features(request: GenerateRequest, architecture: str) -> list[MultiModalFeatureSpec]:
+    """Returns one entry per media item, in the order of the prompt."""
+    item_to_runs: dict[int, list[PlaceholderRange]] = {}
+    for run in request.placeholders:
+        item_to_runs.setdefault(run.item, []).append(run)
+    return [
+        MultiModalFeatureSpec(
+            data=_grid(item := request.media[index], architecture),
+            modality=item.modality,
+            identifier=item.mm_hash,
+            mm_position=_place(item, runs, architecture),
+            mm_hash=item.mm_hash,
+        )
+        for index, runs in item_to_runs.items()
+    ]
+
+
+def _grid(item: MediaItem, architecture: str) -> MultiModalKwargsItem:
+    """Returns the numbers from which vLLM computes the positions of an item."""
+    values: dict[str, Any] = {f"{item.modality}_grid_thw": torch.tensor(item.grid)}
+    if item.modality == "video" and architecture in TIMED_VIDEO_ARCHITECTURES:
+        values["second_per_grid_ts"] = torch.tensor(item.row_seconds)
+    field = MultiModalBatchedField(keep_on_cpu=True)
+    return MultiModalKwargsItem({key: MultiModalFieldElem(data=value, field=field) for key, value in values.items()})
+
+
+def _place(item: MediaItem, runs: SequenceOf[PlaceholderRange], architecture: str) -> FeaturePlace:
+    """Returns the place of an item whose rows stand in `runs`. Raises InvalidRequest if the rows do not follow each
+    other in the prompt."""
+    first_rows, num_rows = [0], 0
+    for tokens in item.unit_tokens:
+        first_rows.append(first_rows[-1] + tokens)
+    for run in runs:
+        if first_rows[run.unit] + run.row != num_rows:
+            raise InvalidRequest("workers.engine is vllm, which takes the rows of a medium in order", param=item.part)
+        num_rows += run.length
+    # The mark ahead of the first frame belongs to the item where vLLM looks for it.
+    is_framed = item.modality == "video" and architecture in FRAMED_VIDEO_ARCHITECTURES
+    start, end = runs[0].offset - is_framed, runs[-1].end
+    if end - start == num_rows:
+        return FeaturePlace(start, num_rows)
+    is_embedded = torch.zeros(end - start, dtype=torch.bool)
+    for run in runs:
+        is_embedded[run.offset - start : run.end - start] = True
+    return FeaturePlace(start, end - start, is_embedded)
