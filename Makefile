@@ -4,13 +4,17 @@ VENV   ?= .venv
 PORT   ?= 8000
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# cpu or gpu: which build of vLLM `make install-vllm` installs.
+VLLM   ?= cpu
+VLLM_VENV  := $(VENV)-vllm
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
 export PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS ?= 1
 
 # One process of tests for each core, but no more than eight, because each imports torch.
 PARALLEL := -n logical --maxprocesses=8
 
-.PHONY: install serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards dashboard-pictures prometheus prometheus-if-there-is chromium chromium-if-there-is explore coverage house mutants bench clients demo-model demo-speech clean
+.PHONY: install install-vllm vllm serve test quick lint types small unit property contract parity e2e fault gpu chart chart-files naive api-fuzz docs docs-serve tables dashboards dashboard-pictures prometheus prometheus-if-there-is chromium chromium-if-there-is explore coverage house mutants bench clients demo-model demo-speech clean
 
 install: $(STAMP)
 
@@ -22,6 +26,21 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,docs,loadtest]'
 	test "$$(uname -s)" != Linux || $(BIN)/python -m pip install -q --no-deps nixl==1.5.1
 	touch $(STAMP)
+
+# The environment of workers with vLLM, which pins other versions of transformers, fastapi and llguidance than Weft. torch
+# comes first, with what its build needs; the list of the rest is complete, so nothing is resolved.
+install-vllm: $(VLLM_STAMP)
+
+$(VLLM_STAMP): requirements/vllm-$(VLLM).txt requirements/torchvision_on_cpu.py pyproject.toml
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install -q torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps -r requirements/vllm-$(VLLM).txt
+	$(VLLM_VENV)/bin/python -m pip install -q --no-deps -e .
+	test $(VLLM) = gpu || $(VLLM_VENV)/bin/python -c "import pathlib, sysconfig; \
+	  folder = pathlib.Path(sysconfig.get_path('purelib')); name = 'torchvision_on_cpu'; \
+	  (folder / f'{name}.py').write_text(pathlib.Path(f'requirements/{name}.py').read_text()); \
+	  (folder / f'{name}.pth').write_text(f'import {name}')"
+	touch $(VLLM_STAMP)
 
 serve: install
 	$(BIN)/weft serve --port $(PORT)
@@ -94,6 +113,11 @@ chart-files: install
 unit property contract parity e2e fault gpu: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)
 
+# vLLM as a worker's engine, on this CPU: the contract of workers, answers equal to transformers', and a real cluster.
+vllm: install install-vllm
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm -q
+	$(BIN)/python -m pytest tests/vllm_cluster -q
+
 # All unit, property and contract tests in one run, so that each process imports torch once.
 small: install
 	$(BIN)/python -m pytest tests/unit tests/property tests/contract -q $(PARALLEL) --dist worksteal
@@ -156,4 +180,4 @@ demo-speech: install
 	$(BIN)/python -m deploy.demo.speech.evaluate_voice build/speech-data --report deploy/demo/REPORT.md
 
 clean:
-	rm -rf $(VENV) build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) build mutants *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

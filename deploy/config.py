@@ -10,7 +10,7 @@ or of how a cluster is built: `compose.py` hands each part what it needs as a sm
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -301,6 +301,13 @@ class WorkerSection(Section):
     slo_tpot_s: float = Field(0.1, gt=0)
     """Holds the time between tokens that requests should meet. Autoscaling counts as a worker's capacity what a step
     leaves of it beside its fixed part."""
+    engine: Literal["weft", "vllm"] = "weft"
+    """Says which engine computes: Weft's own, or vLLM in an environment of its own (docs/vllm.md)."""
+    vllm: dict[str, Any] = Field({})
+    """Holds further options for vLLM, by the names of its `AsyncEngineArgs`, for `engine: vllm`."""
+    python: Path | None = None
+    """Names the Python interpreter of workers with vLLM, the same on every node. None means that of the environment
+    whose folder is named like Weft's own, with `-vllm` behind."""
     device: Device = "cpu"
     """Says where the workers compute."""
     tensor_parallel: int = Field(default_of(WorkerConfig, "num_ranks"), ge=1)
@@ -481,6 +488,29 @@ class ClusterConfig(Section):
             raise ValueError(
                 f"network.metrics_port is {port}, which lies in network.ports ({ports}); choose another port"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_engine(self) -> ClusterConfig:
+        workers = self.workers
+        if workers.engine == "weft":
+            for name in ("vllm", "python"):
+                if getattr(workers, name):
+                    raise ValueError(f"workers.{name} is set, but workers.engine is weft; set engine to vllm")
+            return self
+        if self.stages is not None:
+            raise ValueError("stages need workers.engine: weft, because vLLM does not hand over what speech needs")
+        unused = {
+            "speculation.max_tokens": workers.speculation.max_tokens,
+            "step_delay_s": workers.step_delay_s,
+            "step_delay_s_per_token": workers.step_delay_s_per_token,
+            "step_delay_s_per_decode": workers.step_delay_s_per_decode,
+        }
+        for name, value in unused.items():
+            if value:
+                raise ValueError(
+                    f"workers.{name} needs workers.engine: weft; vLLM has options of its own (workers.vllm)"
+                )
         return self
 
     @model_validator(mode="after")

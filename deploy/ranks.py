@@ -20,6 +20,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.logs import configure_logs
 from deploy.process_setup import freeze_what_lives, keep_ranks_on_loopback, use_cuda_device
+from deploy.vllm_worker import build_vllm_worker
 from fabric.contracts import ConfigError, MemberId, WorkerLost
 from fabric.transport import FeatureSink, Plane, StageConnector
 
@@ -76,6 +77,8 @@ def open_worker(
     from modalities.checkpoint_tensors import shard_weights
 
     section = config.workers
+    if section.engine == "vllm":  # It starts its ranks itself.
+        return RankedWorker(build_vllm_worker(config, model, endpoint.member_id, endpoint.plane, endpoint.sink), None)
     if section.tensor_parallel == 1:
         return RankedWorker(compose.build_worker(config, model, *endpoint), None)
     ports = compose.port_range(config)

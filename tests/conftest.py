@@ -77,6 +77,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         return
     if (rig := sys.modules.get("worker_rig")) is not None:
         rig.remove_folder()
+    if (models := sys.modules.get("contract_model")) is not None:
+        models.remove_contract_models()
     if XDIST_PROCESS is not None:
         # The process that started this one reports what the folder still contains. This removes an empty folder only.
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ The module knows nothing of what a service, or a rank, computes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +45,7 @@ from deploy.sizing import arena_bytes, inbox_bytes
 from deploy.speech_parts import close_connectors, open_connectors, stage_name
 from deploy.stages_config import StageSection
 from deploy.start_phases import LOADING, MEASURING, LoadingTeller
+from deploy.vllm_worker import open_vllm_sink, process_variables, worker_python
 from fabric.contracts import (
     EncodeRequest,
     EncodeResult,
@@ -58,6 +59,7 @@ from modalities.loading_progress import watched_loading
 from router.observe import report_exposition
 
 if TYPE_CHECKING:
+    from fabric.transport import FeatureSink
     from llm_workers.tensor_parallel import Invitation, RankProcess
 
 
@@ -75,7 +77,7 @@ def build_app(config: ClusterConfig, has_server: bool = True) -> Application:
     """Returns the application graph: router -> workers, encoders. Without a server, no process owns the directory of
     the cluster, so the replicas create it."""
     workers = _deployment(WorkerReplica, "worker", config, config.workers)
-    if config.workers.tensor_parallel > 1:
+    if config.workers.tensor_parallel > 1 and config.workers.engine == "weft":
         workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
     encoders = _deployment(EncoderReplica, "encoder", config, config.encoders)
     router = _deployment(RouterReplica, "router", config, config.router)
@@ -107,8 +109,26 @@ def _deployment(
         "num_cpus": section.cpus_per_replica,
         "num_gpus": 0 if isinstance(section, RouterSection) else section.gpus_per_replica,
         "resources": dict(section.ray_resources),
+        "runtime_env": actor_environment(config),
     }
+    if isinstance(section, WorkerSection) and section.engine == "vllm":
+        options |= vllm_reservation(config, options)
     return _served(replica, name, config, size, options, num_drains)
+
+
+def vllm_reservation(config: ClusterConfig, one_rank: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what Ray reserves for a worker with vLLM, and where it runs. vLLM starts the ranks as processes of its
+    own, so the replica has the GPUs of all ranks, on one node. `one_rank` says what one rank takes."""
+    num_ranks = config.workers.tensor_parallel * int(config.workers.vllm.get("pipeline_parallel_size", 1))
+    environment = dict(one_rank["runtime_env"])
+    environment["env_vars"] = dict(environment.get("env_vars", {})) | dict(process_variables(config))
+    environment["py_executable"] = str(worker_python(config))
+    return {
+        "num_cpus": one_rank["num_cpus"] * num_ranks,
+        "num_gpus": one_rank["num_gpus"] * num_ranks,
+        "resources": {name: amount * num_ranks for name, amount in one_rank["resources"].items()},
+        "runtime_env": environment,
+    }
 
 
 def _served(
@@ -131,7 +151,7 @@ def _served(
         graceful_shutdown_wait_loop_s=DRAIN_LOOK_S,
         health_check_period_s=2.0,
         health_check_timeout_s=30.0,
-        ray_actor_options=reserved | {"runtime_env": actor_environment(config)},
+        ray_actor_options={"runtime_env": actor_environment(config)} | reserved,
         request_router_config=RequestRouterConfig(request_router_class=PinnedRequestRouter),
     )
 
@@ -219,7 +239,7 @@ class WorkerReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, has_server: bool
     ) -> None:
-        from fabric.transport import NixlFeatureSink, ZmqPlane
+        from fabric.transport import ZmqPlane
 
         member_id = replica_id()
         configure_logs(config.logging, f"worker-{member_id}", member_id)
@@ -231,7 +251,7 @@ class WorkerReplica:
         model = compose.load_model(config, await asyncio.to_thread(compose.resolve_model_dir, config))
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
-        self._sink = NixlFeatureSink(str(member_id), inbox_bytes(config))
+        self._sink = open_sink(config, member_id)
         self._connectors = await asyncio.to_thread(open_connectors, config, THINKER_STAGE)
         endpoint = WorkerEndpoint(member_id, self._plane, self._sink, self._connectors)
         tell = phase_teller(config.ray.cluster_name)
@@ -399,6 +419,15 @@ class RouterReplica:
 _CPU_SHARE = 0.001
 """Each bundle asks for this share of a CPU, because a bundle must ask for some resource and Weft's replicas ask for no
 CPU."""
+
+
+def open_sink(config: ClusterConfig, member_id: MemberId) -> FeatureSink:
+    """Returns what pulls the features of a worker."""
+    from fabric.transport import NixlFeatureSink
+
+    if config.workers.engine == "vllm":
+        return open_vllm_sink(config, inbox_bytes(config))
+    return NixlFeatureSink(str(member_id), inbox_bytes(config))
 
 
 def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:

@@ -46,7 +46,7 @@ from llm_workers.scheduling.scheduler_events import (
     SequenceTokens,
     StepEvents,
 )
-from llm_workers.scheduling.sequence import Arrival, Sequence, prepare
+from llm_workers.scheduling.sequence import Arrival, PromptLayout, Sequence, prepare
 from llm_workers.scheduling.step_plan import (
     BROKEN_GRAMMAR_TOKEN,
     NO_BLOCK,
@@ -83,6 +83,7 @@ __all__ = [
     "NeededUnit",
     "NextRead",
     "PrefillProgress",
+    "PromptLayout",
     "PromptReading",
     "PromptRows",
     "ReadLog",

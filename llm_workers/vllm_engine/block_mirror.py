@@ -15,10 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from fabric.contracts import BlockHash, BlocksRemoved, KvEvent, block_hashes
-from fabric.contracts.messages import BlocksCleared
-from llm_workers.scheduling import ChainPage, chain_pages, stored_chain
-from llm_workers.scheduling.sequence import PromptLayout
+from fabric.contracts import BlockHash, BlocksCleared, BlocksRemoved, KvEvent, block_hashes
+from llm_workers.scheduling import ChainPage, PromptLayout, chain_pages, stored_chain
 
 MAX_EVENTS = 100_000
 """Limits the events that nobody has drained; older ones are dropped, which routers see as a gap."""

@@ -214,7 +214,7 @@ class VllmEngine:
         scheduler = core.scheduler
         if scheduler.hash_block_size != self._config.block_size:
             size = scheduler.hash_block_size
-            raise ConfigError(f"vLLM takes KV blocks of {size} tokens: set workers.vllm.block_size to {size}")
+            raise ConfigError(f"vLLM takes KV blocks of {size} tokens here: set workers.block_size to {size}")
         self._config = replace(self._config, num_blocks=scheduler.cache_config.num_gpu_blocks)
         self._doorstep = Doorstep(self._board, self, scheduler.encoder_cache_manager)
         attach(core, self._doorstep)

@@ -21,6 +21,7 @@ RESERVED_TO_REASON: Mapping[str, str] = {
     "dtype": "model.dtype says it",
     "tensor_parallel_size": "workers.tensor_parallel says it",
     "data_parallel_size": "workers.replicas says it: each replica is a worker of its own to the router",
+    "block_size": "workers.block_size says it",
     "max_num_seqs": "workers.max_sequences says it",
     "max_num_batched_tokens": "workers.max_step_tokens says it",
     "enable_prefix_caching": "workers.prefix_cache says it",
@@ -54,6 +55,8 @@ class VllmSettings:
 
     model_dir: str
     dtype: str
+    block_size: int
+    """Counts the tokens of a KV block."""
     max_sequences: int
     max_step_tokens: int
     is_prefix_cache_enabled: bool
@@ -88,6 +91,7 @@ def engine_config(settings: VllmSettings, sink: RankedSink, inbox_bytes: int, na
     own: dict[str, Any] = {
         "model": settings.model_dir,
         "dtype": settings.dtype,
+        "block_size": settings.block_size,
         "max_num_seqs": settings.max_sequences,
         "max_num_batched_tokens": settings.max_step_tokens,
         "tensor_parallel_size": settings.num_ranks,
@@ -125,12 +129,11 @@ class CoreParts(NamedTuple):
 
     make_core: Callable[[Callable[[], None]], Any]
     architecture: str
-    block_size: int
+    """Names vLLM's model class."""
 
 
 def core_parts(config: Any, sink: RankedSink) -> CoreParts:
-    """Returns what creates the engine core of this config, the name of vLLM's model class, and the size of its KV
-    blocks as the config has it."""
+    """Returns what creates the engine core of this config, and the name of vLLM's model class."""
 
     def make_core(on_rank_lost: Callable[[], None]) -> Any:
         from vllm.v1.engine.core import EngineCore
@@ -142,4 +145,4 @@ def core_parts(config: Any, sink: RankedSink) -> CoreParts:
             raise ConfigError("the ranks of vLLM have opened no inbox")
         return core
 
-    return CoreParts(make_core, config.model_config.architecture, config.cache_config.block_size)
+    return CoreParts(make_core, config.model_config.architecture)

@@ -76,7 +76,8 @@ def engine_request(choice: BookedChoice, architecture: str, block_size: int) -> 
 
 def warm_up_request(number: int, num_tokens: int) -> GenerateRequest:
     """Returns a request of a prompt that is computed at boot, after which two tokens are drawn. Prompts with different
-    numbers share no prefix."""
+    numbers share no prefix. The first one wants log-probabilities, because vLLM compiles code for them when they are
+    first wanted."""
     return GenerateRequest(
         request_id=RequestId(f"warm-up-{number}"),
         attempt=0,
@@ -85,7 +86,7 @@ def warm_up_request(number: int, num_tokens: int) -> GenerateRequest:
         token_ids=(number, *(0,) * (num_tokens - 1)),
         placeholders=(),
         media=(),
-        sampling=SamplingParams(temperature=0.0),
+        sampling=SamplingParams(temperature=0.0, num_top_logprobs=None if number else 1),
         stop=StopConditions(2),
         age=(0.0, ""),
     )
@@ -109,7 +110,7 @@ def sampling(request: GenerateRequest, sequence: Sequence) -> VllmSampling:
         top_p=ours.top_p,
         top_k=ours.top_k,
         min_p=ours.min_p,
-        seed=ours.seed if ours.is_seed_given else None,
+        seed=(ours.seed + sequence.sequence_id.choice) % 2**63 if ours.is_seed_given else None,
         repetition_penalty=ours.repetition_penalty,
         presence_penalty=ours.presence_penalty,
         frequency_penalty=ours.frequency_penalty,

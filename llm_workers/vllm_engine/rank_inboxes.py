@@ -37,9 +37,7 @@ from fabric.contracts import (
     WeftError,
     feature_nbytes,
 )
-from fabric.transport import FeatureSink, LandedFeature
-from fabric.transport.arena import Arena, ArenaUsage
-from fabric.transport.feature_channel import ALIGNMENT_BYTES, HEADER_BYTES
+from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES, Arena, ArenaUsage, FeatureSink, LandedFeature
 
 _ELSEWHERE = np.empty(0, dtype=np.uint8)
 """Stands for the bytes of a feature that lie in the memory of the ranks."""
@@ -183,8 +181,11 @@ class RankedSink:
         self._loop = MessageLoop(zmq.ROUTER, self.address, self._take, is_server=True)
 
     def wait_for_ranks(self, timeout_s: float) -> bool:
-        """Waits until the inbox of every rank is ready. Returns False after `timeout_s`."""
-        return self._ranks.are_there.wait(timeout_s)
+        """Waits until the inbox of every rank is ready, and then removes the folder of the socket, which stays
+        connected: so a process that is killed leaves nothing behind. Returns False after `timeout_s`."""
+        are_there = self._ranks.are_there.wait(timeout_s)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return are_there
 
     def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future[LandedFeature]:
         """Pulls as the contract says. It also raises ProtocolError for a ticket that contradicts itself, and

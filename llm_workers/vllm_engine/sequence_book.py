@@ -103,8 +103,8 @@ class StepOutcome:
     ended_s: float = 0.0
 
     def events(self) -> StepEvents | None:
-        """Returns the events of the contract, or None if no step has ended."""
-        if self.work is None and not (self.tokens or self.finished or self.preempted):
+        """Returns the events of the contract, or None if nothing has happened."""
+        if self.work is None and not (self.tokens or self.finished or self.preempted or self.at_doorstep):
             return None
         return StepEvents(
             tuple(self.tokens),

@@ -20,7 +20,6 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
-from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
 
 START, IMAGE, END, VIDEO, AUDIO, AUDIO_START, AUDIO_END = range(101, 108)
 TOKENS = {
@@ -129,6 +128,14 @@ def build_qwen2_5_omni() -> Any:
     return spread(Qwen2_5OmniThinkerForConditionalGeneration(config))
 
 
+def sound_lengths(input_lengths: torch.Tensor) -> torch.Tensor:
+    """Counts the rows of sounds as the reference's processor does. The environment of vLLM has a version of
+    transformers without this function, and uses no row with sounds."""
+    from transformers.models.qwen2_5_omni.processing_qwen2_5_omni import _get_feat_extract_output_lengths
+
+    return _get_feat_extract_output_lengths(input_lengths)
+
+
 def token_types(ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Marks the positions of pictures and videos, as the reference's processor does."""
     return {"mm_token_type_ids": (ids == IMAGE).int() + 2 * (ids == VIDEO).int()}
@@ -188,11 +195,7 @@ QWEN2_5_OMNI = FamilyRow(
     build_qwen2_5_omni,
     FILES14 | {"preprocessor_config.json": PREPROCESSOR14 | {"chunk_length": 5}},
     SIGHT | {"audio": Markup((AUDIO_START,), AUDIO, (AUDIO_END,)), FILM: SIGHT["video"]},
-    seen(
-        VideoRules(
-            seconds_key="video_second_per_grid", sound_rules=SoundRules("max_length", _get_feat_extract_output_lengths)
-        )
-    ),
+    seen(VideoRules(seconds_key="video_second_per_grid", sound_rules=SoundRules("max_length", sound_lengths))),
     features,
     sizes=SIZES14,
     kind_to_sizes=MEDIA_SIZES | {"video": VIDEOS14, FILM: VIDEOS14},

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from block_trees import BlockPath, native_table, path_hash, path_hashes, stored_event
 
-from fabric.contracts import BlocksRemoved, BlocksStored, FeatureEvents, KvSnapshot, MemberId, MmHash
-from fabric.contracts.messages import BlocksCleared
+from fabric.contracts import BlocksCleared, BlocksRemoved, BlocksStored, FeatureEvents, KvSnapshot, MemberId, MmHash
 from kv_index import ApplyResult, FeatureIndex, PrefixIndex
 from kv_index.holder_table import HolderTable, PlainTable
 

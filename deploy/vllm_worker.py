@@ -1,0 +1,115 @@
+"""Builds workers whose engine is vLLM: says in which Python they run, opens their sinks, and makes vLLM's settings.
+
+vLLM pins other versions of some libraries than Weft, so these workers run in an environment of their own
+(`make install-vllm`). Routers and encoders never import what stands behind the functions of this module.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from deploy import compose
+from deploy.config import ClusterConfig
+from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
+from fabric.transport import FeatureSink, Plane
+from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, core_parts, engine_config
+from llm_workers.vllm_engine.rank_inboxes import RankedSink
+from llm_workers.worker_config import WorkerConfig
+from llm_workers.worker_service import WorkerService
+from modalities.family import Family
+from modalities.text import TextCodec
+
+CPU_BLOCK_TOKENS = 32
+"""vLLM's attention on CPUs takes blocks of a multiple of this many tokens."""
+VLLM_MODALITIES = ("image", "video")
+
+
+def worker_python(config: ClusterConfig) -> Path:
+    """Returns the interpreter of workers with vLLM: `workers.python`, or that of the environment beside this one whose
+    name ends in `-vllm`."""
+    return config.workers.python or Path(f"{sys.prefix}-vllm") / "bin" / "python"
+
+
+def process_variables(config: ClusterConfig) -> Mapping[str, str]:
+    """Returns the variables that a process needs before it imports vLLM."""
+    threads = {"OMP_NUM_THREADS": str(config.threads_per_replica), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return dict(ENVIRONMENT) | (threads if config.workers.device == "cpu" else {})
+
+
+def check_model(family: Family) -> None:
+    """Raises ConfigError if a vLLM worker can't take what the model takes."""
+    if unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
+        raise ConfigError(
+            f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
+            "use workers.engine: weft"
+        )
+
+
+def vllm_worker_config(config: ClusterConfig, family: Family) -> WorkerConfig:
+    """Returns the config of a worker with vLLM. On a GPU, vLLM decides how many blocks there are, and refuses to start
+    if the longest request does not fit."""
+    worker = compose.worker_config(config)
+    if config.workers.device == "cpu":
+        block_size = -(-worker.block_size // CPU_BLOCK_TOKENS) * CPU_BLOCK_TOKENS
+        num_blocks = -(-worker.num_blocks * worker.block_size // block_size)
+    else:
+        block_size = worker.block_size
+        num_blocks = -(-family.shape.max_model_len // block_size)
+    # The bytes of features lie in the processes of the ranks, so the worker keeps none behind the prefill.
+    return replace(worker, block_size=block_size, num_blocks=num_blocks, keep_features="never")
+
+
+def open_vllm_sink(config: ClusterConfig, total_bytes: int) -> RankedSink:
+    """Returns the sink of a worker with vLLM."""
+    return RankedSink(total_bytes, config.workers.tensor_parallel)
+
+
+def build_vllm_worker(
+    config: ClusterConfig, model: compose.Model, member_id: MemberId, plane: Plane, sink: FeatureSink
+) -> WorkerService:
+    """Builds a worker around vLLM. The model is loaded when the service starts. Raises ConfigError for a model or an
+    option that can't be served."""
+    from llm_workers.sampling import GrammarCompiler
+    from llm_workers.vllm_engine.engine import VllmEngine
+
+    assert isinstance(sink, RankedSink)
+    family, section = model.family, config.workers
+    check_model(family)
+    worker = vllm_worker_config(config, family)
+    kv_bytes = worker.num_blocks * worker.block_size * token_kv_bytes(family, config.model.dtype)
+    on_cpu = {"kv_cache_memory_bytes": kv_bytes} if section.device == "cpu" else {}
+    settings = VllmSettings(
+        model_dir=str(model.directory),
+        dtype=config.model.dtype,
+        block_size=worker.block_size,
+        max_sequences=worker.max_sequences,
+        max_step_tokens=worker.max_step_tokens,
+        is_prefix_cache_enabled=worker.is_prefix_cache_enabled,
+        num_ranks=section.tensor_parallel,
+        has_towers=family.shape.num_levels > 1,
+        is_multimodal=bool(family.max_items),
+        options=on_cpu | dict(section.vllm),
+    )
+    made = engine_config(settings, sink, sink.usage().total_bytes, str(member_id))
+    parts = core_parts(made, sink)
+    clock = SystemClock()
+    grammars = GrammarCompiler(
+        TextCodec.load(model.directory),
+        family.shape.vocab_size,
+        compose.grammar_limits(config).compiling,
+        worker.grammar_bytes,
+    )
+    make_engine = partial(VllmEngine, worker, family, parts.make_core, parts.architecture, clock)
+    service = WorkerService(member_id, worker, family, make_engine, plane, sink, clock, grammars)
+    service.classify_links(compose.link_class_of(config))
+    return service
+
+
+def token_kv_bytes(family: Family, dtype: str) -> int:
+    """Returns the bytes of the keys and values of one token in all layers."""
+    shape = family.shape
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_TO_BYTES[dtype]

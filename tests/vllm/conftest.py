@@ -1,0 +1,16 @@
+"""Prepares the tests of vLLM, which `make vllm` runs in the environment that `make install-vllm` makes. Elsewhere they
+are not collected."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from llm_workers.vllm_engine.engine_args import ENVIRONMENT
+
+if importlib.util.find_spec("vllm") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    # vLLM reads these when it is imported. The cores are shared, so no process is bound to one.
+    os.environ.update(ENVIRONMENT)
+    os.environ.update({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"})
