@@ -34,6 +34,15 @@ def worker_python(config: ClusterConfig) -> Path:
     return config.workers.python or Path(f"{sys.prefix}-vllm") / "bin" / "python"
 
 
+def check_environment(config: ClusterConfig) -> None:
+    """Raises ConfigError if workers are to run vLLM and their interpreter is not on this machine."""
+    if config.workers.engine == "vllm" and not (python := worker_python(config)).is_file():
+        raise ConfigError(
+            f"workers.engine is vllm, but {python} is not there: `make install-vllm` makes its environment, and "
+            "workers.python names the interpreter of another one"
+        )
+
+
 def process_variables(config: ClusterConfig) -> Mapping[str, str]:
     """Returns the variables that a process needs before it imports vLLM."""
     threads = {"OMP_NUM_THREADS": str(config.threads_per_replica), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -33,6 +33,7 @@ from deploy.process_setup import set_local_switches, show_logs_as_written, show_
 from deploy.sizing import refuse_if_too_small
 from deploy.start_phases import StartState
 from deploy.tls import TlsFiles, check_tls
+from deploy.vllm_worker import check_environment
 from fabric.contracts import ConfigError, Unavailable
 from fabric.transport import check_installed, join_host_port, remove_inboxes_without_owner
 
@@ -158,8 +159,9 @@ def _wanted(config: ClusterConfig) -> dict[str, int]:
 def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, compose.Model]:
     """Checks what can be checked before a Ray is started or joined, and sets the switches that Ray reads when it is
     imported. Returns the config with the dtype that `auto` stands for, and the model."""
-    if not is_joined:
-        check_installed()  # The machines of another Ray may have what this one lacks.
+    if not is_joined:  # The machines of another Ray may have what this one lacks.
+        check_installed()
+        check_environment(config)
     config, model = compose.open_model(config)
     refuse_if_too_small(config, model)
     if not is_joined:
