@@ -71,6 +71,12 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
         "--images", type=int, default=0, metavar="N", help="sends N requests with a picture of 448 pixels each"
     )
     parser.add_argument(
+        "--engine",
+        default="weft",
+        choices=["weft", "vllm"],
+        help="with vllm, compares with vLLM's own server over HTTP",
+    )
+    parser.add_argument(
         "--host", action="store_true", help="times plan, inputs and commit with a model that computes nothing"
     )
     parser.add_argument(
@@ -90,6 +96,10 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
 def run(arguments: Sequence[str] = ()) -> BenchResult:
     """Runs the bench that the arguments choose. Raises ConfigError when a peer can't be started."""
     chosen = options(arguments)
+    if chosen.engine == "vllm":
+        from loadtest.benches.served.vllm_bench import run_vllm_engine
+
+        return run_vllm_engine(chosen)
     if chosen.host:
         from loadtest.benches.engine_host import run_host
 

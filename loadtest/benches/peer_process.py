@@ -88,7 +88,7 @@ class ServePeer:
         Raises ConfigError, with the last line of the server's output, if the server does not answer in time."""
         self.name, self._make_bodies = name, make_bodies
         port = _free_port()
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
         self._process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port)],
@@ -103,7 +103,7 @@ class ServePeer:
             raise
 
     def run(self, load: BenchLoad, seed: int) -> float:
-        done = asyncio.run(run_chats(self._url, self._make_bodies(load, seed)))
+        done = asyncio.run(run_chats(self.url, self._make_bodies(load, seed)))
         return done.tokens / done.seconds
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class ServePeer:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:
-                if httpx.get(f"{self._url}/health", timeout=5).status_code == 200:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
                     return
             except httpx.TransportError:
                 time.sleep(0.2)

@@ -38,6 +38,7 @@ from loadtest.benches.served.timed_cluster import (
     on_ray,
     served_model,
 )
+from loadtest.benches.served.vllm_bench import run_vllm_overlap
 from modalities.registry import REGISTRY
 
 LOAD = 0.7
@@ -78,11 +79,16 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="starts each of the two clusters this many times")
     parser.add_argument("--runs", type=int, default=4, help="sends each request this many times per round")
     parser.add_argument("--loaded", type=int, default=40, help="is the number of requests at 70 %% load")
+    parser.add_argument(
+        "--engine", default="weft", choices=["weft", "vllm"], help="with vllm, compares with a vLLM that holds requests"
+    )
     return parser.parse_args(arguments)
 
 
 def run(arguments: Sequence[str] = ()) -> BenchResult:
     chosen = options(arguments)
+    if chosen.engine == "vllm":
+        return run_vllm_overlap(chosen)
     findings = []
     model_dir = served_model(is_real=chosen.real)
     hidden_size = REGISTRY.load_family(model_dir).shape.hidden_size
