@@ -16,7 +16,7 @@ from deploy import compose
 from deploy.config import ClusterConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
 from fabric.transport import FeatureSink, Plane
-from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, core_parts, engine_config
+from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, core_maker, engine_config
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
@@ -104,7 +104,6 @@ def build_vllm_worker(
         options=on_cpu | dict(section.vllm),
     )
     made = engine_config(settings, sink, sink.usage().total_bytes, str(member_id))
-    parts = core_parts(made, sink)
     clock = SystemClock()
     grammars = GrammarCompiler(
         TextCodec.load(model.directory),
@@ -112,7 +111,7 @@ def build_vllm_worker(
         compose.grammar_limits(config).compiling,
         worker.grammar_bytes,
     )
-    make_engine = partial(VllmEngine, worker, family, parts.make_core, parts.architecture, clock)
+    make_engine = partial(VllmEngine, worker, family, core_maker(made, sink), clock)
     service = WorkerService(member_id, worker, family, make_engine, plane, sink, clock, grammars)
     service.classify_links(compose.link_class_of(config))
     return service

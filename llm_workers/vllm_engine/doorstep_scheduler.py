@@ -53,15 +53,19 @@ class Doorstep:
         self.name_to_sequence: dict[str, SequenceId] = {}
 
     def may_step(self, request: Request, num_computed: int) -> bool:
-        """Returns whether the next token of the request can be computed now. If not, the board hears of it."""
+        """Returns whether the next token of the request can be computed now. If not, the board hears of it. vLLM
+        computes no token of an item, not even a mark ahead of its first row, before the item has room in its cache."""
         name = self.name_to_sequence[request.request_id]
         is_free = self.board.limit(name, num_computed, num_computed + 1) > num_computed
-        if is_free and self._manager.has_room_at(request, num_computed):
-            return True
-        if is_free:
-            self._manager.blocked.append(request)
-        self.board.wait(name, num_computed)
-        return False
+        item = self._manager.uncached_item_at(request, num_computed)
+        if is_free and item is not None:
+            is_free = self.board.has_landed(name, MmHash(item.identifier))
+            if is_free and not self._manager.has_room(item):
+                self._manager.blocked.append(request)
+                is_free = False
+        if not is_free:
+            self.board.wait(name, num_computed)
+        return is_free
 
 
 class DoorstepCacheManager(EncoderCacheManager):  # type: ignore[misc]
@@ -79,13 +83,18 @@ class DoorstepCacheManager(EncoderCacheManager):  # type: ignore[misc]
     blocked: list[Request]
     """Holds the requests for whose next item there was no room in the last plan."""
 
-    def has_room_at(self, request: Request, position: int) -> bool:
-        """Returns whether the item at a position is in the cache, or has room there. It changes nothing."""
+    def uncached_item_at(self, request: Request, position: int) -> Any:
+        """Returns the `MultiModalFeatureSpec` of the item at a position, or None if there is none or the cache has
+        it."""
         for feature in request.mm_features:
             place = feature.mm_position
             if place.offset <= position < place.offset + place.length:
-                return feature.identifier in self.cached or place.get_num_embeds() <= self.num_freeable_slots
-        return True
+                return None if feature.identifier in self.cached else feature
+        return None
+
+    def has_room(self, feature: Any) -> bool:
+        """Returns whether the cache has room for an item, once it has evicted what no request refers to."""
+        return bool(feature.mm_position.get_num_embeds() <= self.num_freeable_slots)
 
     def can_allocate(
         self, request: Request, input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int

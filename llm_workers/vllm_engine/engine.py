@@ -85,14 +85,12 @@ class VllmEngine:
         config: WorkerConfig,
         family: Family,
         make_core: MakeCore,
-        architecture: str,
         clock: Clock,
         on_update: Callable[[Update], None],
     ) -> None:
-        """Creates an engine whose core is made by `prepare`. `config.block_size` must be the size of vLLM's blocks.
-        `architecture` names vLLM's model class."""
+        """Creates an engine whose core is made by `prepare`. `config.block_size` must be the size of vLLM's blocks."""
         self._config, self._family, self._clock, self._on_update = config, family, clock, on_update
-        self._make_core, self._architecture = make_core, architecture
+        self._make_core = make_core
         self._board = FeatureBoard(is_overlap_enabled=config.is_overlap_enabled)
         self._book = self._new_book()
         self._mirror = BlockMirror()
@@ -218,6 +216,7 @@ class VllmEngine:
         self._config = replace(self._config, num_blocks=scheduler.cache_config.num_gpu_blocks)
         self._doorstep = Doorstep(self._board, self, scheduler.encoder_cache_manager)
         attach(core, self._doorstep)
+        core.collective_rpc("use_positions_of_requests")
         scheduler.kv_event_publisher = BlockEventTaker(self._mirror)
         core.structured_output_manager.backend = GuideBackend(core.vllm_config, None, self._family.shape.vocab_size)
         self._max_model_len = min(self._max_model_len, scheduler.max_model_len)
@@ -387,7 +386,7 @@ class VllmEngine:
 
     def _submit(self, choice: BookedChoice) -> list[UnitKey]:
         """Hands a choice to vLLM. Returns the units that it lacks. Raises a WeftError if it can't be computed."""
-        made = engine_request(choice, self._architecture, self._config.block_size)
+        made = engine_request(choice, self._config.block_size)
         if choice.grammar is not None:
             made.structured_output_request = constrained(choice.grammar)
         choice.sequence.num_covered = self._num_covered(made)

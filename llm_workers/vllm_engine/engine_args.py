@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from fabric.contracts import ConfigError
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
@@ -26,6 +26,7 @@ RESERVED_TO_REASON: Mapping[str, str] = {
     "max_num_batched_tokens": "workers.max_step_tokens says it",
     "enable_prefix_caching": "workers.prefix_cache says it",
     "scheduling_policy": "requests are served by priority and age",
+    "worker_extension_cls": "requests carry the positions of their media",
     "scheduler_cls": "the doorstep needs a scheduler of its own",
     "ec_transfer_config": "features come from the encoder pool",
     "ec_manager_config": "features come from the encoder pool",
@@ -106,6 +107,7 @@ def engine_config(settings: VllmSettings, sink: RankedSink, inbox_bytes: int, na
             ec_role="ec_consumer",
             ec_connector_extra_config={"address": sink.address, "inbox_bytes": inbox_bytes, "name": name},
         ),
+        "worker_extension_cls": f"{_PACKAGE}.rank_extension.RankExtension",
         "ec_manager_config": EncoderCacheManagerConfig(
             encoder_cache_manager_cls=f"{_PACKAGE}.doorstep_scheduler.DoorstepCacheManager"
         ),
@@ -124,16 +126,8 @@ def engine_config(settings: VllmSettings, sink: RankedSink, inbox_bytes: int, na
     return config
 
 
-class CoreParts(NamedTuple):
-    """Holds what a `VllmEngine` needs of a config of vLLM."""
-
-    make_core: Callable[[Callable[[], None]], Any]
-    architecture: str
-    """Names vLLM's model class."""
-
-
-def core_parts(config: Any, sink: RankedSink) -> CoreParts:
-    """Returns what creates the engine core of this config, and the name of vLLM's model class."""
+def core_maker(config: Any, sink: RankedSink) -> Callable[[Callable[[], None]], Any]:
+    """Returns what creates the engine core of this config (`engine.MakeCore`)."""
 
     def make_core(on_rank_lost: Callable[[], None]) -> Any:
         from vllm.v1.engine.core import EngineCore
@@ -145,4 +139,4 @@ def core_parts(config: Any, sink: RankedSink) -> CoreParts:
             raise ConfigError("the ranks of vLLM have opened no inbox")
         return core
 
-    return CoreParts(make_core, config.model_config.architecture)
+    return make_core

@@ -8,7 +8,7 @@ encoder pool. `check_supported` refuses what vLLM can't do for us before anythin
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from itertools import accumulate
 
 import torch
 from vllm.multimodal.inputs import (
@@ -34,15 +34,16 @@ from fabric.contracts import (
 )
 from llm_workers.scheduling import Sequence
 from llm_workers.vllm_engine.block_mirror import block_hasher
+from llm_workers.vllm_engine.rank_extension import DELTA, POSITIONS
 from llm_workers.vllm_engine.sequence_book import BookedChoice
 
-FRAMED_VIDEO_ARCHITECTURES = frozenset({"Qwen3VLForConditionalGeneration", "Qwen3VLMoeForConditionalGeneration"})
-"""Lists the architectures in which a mark stands ahead of each frame of a video, and vLLM looks for the first mark from
-the place of the item on."""
-TIMED_VIDEO_ARCHITECTURES = frozenset({"Qwen2_5_VLForConditionalGeneration"})
-"""Lists the architectures in which the positions of a video depend on the seconds between its temporal patches."""
-PICTURE_ARCHITECTURES = frozenset({"Qwen2VLForConditionalGeneration"}) | (
-    FRAMED_VIDEO_ARCHITECTURES | TIMED_VIDEO_ARCHITECTURES
+PICTURE_ARCHITECTURES = frozenset(
+    {
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
+    }
 )
 """Lists the architectures whose pictures and videos a vLLM worker takes."""
 
@@ -58,7 +59,7 @@ def check_supported(request: GenerateRequest) -> None:
             raise InvalidRequest(f"workers.engine is vllm, which takes no {item.modality} here", param=item.part)
 
 
-def engine_request(choice: BookedChoice, architecture: str, block_size: int) -> Request:
+def engine_request(choice: BookedChoice, block_size: int) -> Request:
     """Returns the request for one sequence."""
     request, sequence = choice.request, choice.sequence
     return Request(
@@ -67,7 +68,7 @@ def engine_request(choice: BookedChoice, architecture: str, block_size: int) -> 
         sampling_params=sampling(request, sequence),
         pooling_params=None,
         arrival_time=request.age[0],
-        mm_features=features(request, architecture),
+        mm_features=features(request, sequence),
         cache_salt=request.cache_salt or None,
         priority=request.priority,
         block_hasher=block_hasher(sequence.layout, block_size),
@@ -125,45 +126,34 @@ def sampling(request: GenerateRequest, sequence: Sequence) -> VllmSampling:
     )
 
 
-def features(request: GenerateRequest, architecture: str) -> list[MultiModalFeatureSpec]:
-    """Returns one entry per media item, in the order of the prompt."""
+def features(request: GenerateRequest, sequence: Sequence) -> list[MultiModalFeatureSpec]:
+    """Returns one entry per media item, in the order of the prompt. The first one carries the positions of the whole
+    prompt (`rank_extension`)."""
     item_to_runs: dict[int, list[PlaceholderRange]] = {}
     for run in request.placeholders:
         item_to_runs.setdefault(run.item, []).append(run)
-    return [
-        MultiModalFeatureSpec(
-            data=_grid(item := request.media[index], architecture),
-            modality=item.modality,
-            identifier=item.mm_hash,
-            mm_position=_place(item, runs, architecture),
-            mm_hash=item.mm_hash,
-        )
-        for index, runs in item_to_runs.items()
-    ]
+    entries: list[MultiModalFeatureSpec] = []
+    for index, runs in item_to_runs.items():
+        item = request.media[index]
+        values = {f"{item.modality}_grid_thw": torch.tensor(item.grid)}
+        if not entries and sequence.num_axes > 1:
+            values[POSITIONS] = torch.from_numpy(sequence.positions(0, sequence.num_tokens).copy())
+            values[DELTA] = torch.tensor(sequence.position_delta)
+        field = MultiModalBatchedField(keep_on_cpu=True)
+        data = MultiModalKwargsItem({key: MultiModalFieldElem(data=each, field=field) for key, each in values.items()})
+        entries.append(MultiModalFeatureSpec(data, item.modality, item.mm_hash, _place(item, runs), item.mm_hash))
+    return entries
 
 
-def _grid(item: MediaItem, architecture: str) -> MultiModalKwargsItem:
-    """Returns the numbers from which vLLM computes the positions of an item."""
-    values: dict[str, Any] = {f"{item.modality}_grid_thw": torch.tensor(item.grid)}
-    if item.modality == "video" and architecture in TIMED_VIDEO_ARCHITECTURES:
-        values["second_per_grid_ts"] = torch.tensor(item.row_seconds)
-    field = MultiModalBatchedField(keep_on_cpu=True)
-    return MultiModalKwargsItem({key: MultiModalFieldElem(data=value, field=field) for key, value in values.items()})
-
-
-def _place(item: MediaItem, runs: SequenceOf[PlaceholderRange], architecture: str) -> FeaturePlace:
+def _place(item: MediaItem, runs: SequenceOf[PlaceholderRange]) -> FeaturePlace:
     """Returns the place of an item whose rows stand in `runs`. Raises InvalidRequest if the rows do not follow each
     other in the prompt."""
-    first_rows, num_rows = [0], 0
-    for tokens in item.unit_tokens:
-        first_rows.append(first_rows[-1] + tokens)
+    first_rows, num_rows = [0, *accumulate(item.unit_tokens)], 0
     for run in runs:
         if first_rows[run.unit] + run.row != num_rows:
             raise InvalidRequest("workers.engine is vllm, which takes the rows of a medium in order", param=item.part)
         num_rows += run.length
-    # The mark ahead of the first frame belongs to the item where vLLM looks for it.
-    is_framed = item.modality == "video" and architecture in FRAMED_VIDEO_ARCHITECTURES
-    start, end = runs[0].offset - is_framed, runs[-1].end
+    start, end = runs[0].offset, runs[-1].end
     if end - start == num_rows:
         return FeaturePlace(start, num_rows)
     is_embedded = torch.zeros(end - start, dtype=torch.bool)

@@ -11,15 +11,17 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from chat_media import picture, png
 from family_row import FamilyRow
 from family_rows_qwen_vl import QWEN2_5_VL, QWEN3_VL
+from media_corpus import Clip, encode_video
 from served_family import served_family
 
-from fabric.contracts import MediaItem, PlaceholderRange
+from fabric.contracts import MediaItem, PlaceholderRange, UnitKey
 from modalities.family import EncoderInput
 from modalities.media import plan_media
 from modalities.registry import REGISTRY
@@ -31,12 +33,19 @@ FOLDER = Path(tempfile.gettempdir()) / "contract-models"
 
 @dataclass(frozen=True, eq=False)
 class ContractPrompt:
-    """Holds a prompt as a worker receives it, with the encoder inputs of its pictures."""
+    """Holds a prompt as a worker receives it, with the encoder inputs of its media: one per unit."""
 
     token_ids: tuple[int, ...]
     placeholders: tuple[PlaceholderRange, ...]
     media: tuple[MediaItem, ...]
     inputs: tuple[EncoderInput, ...]
+    units: tuple[UnitKey, ...]
+
+
+class Film(NamedTuple):
+    """Is a part of a prompt: a short video, which has several units."""
+
+    seed: int
 
 
 class ContractModel:
@@ -47,36 +56,45 @@ class ContractModel:
         self.name = row.name
         self.directory = FOLDER / row.name
         self.directory.mkdir(parents=True)
-        served = served_family(replace(row, build=functools.partial(_build_wide, row)), self.directory)
+        video = row.files["video_preprocessor_config.json"]
+        large = row.files | {
+            "video_preprocessor_config.json": video | {"size": video["size"] | {"longest_edge": 2**21}}
+        }
+        wide = replace(row, build=functools.partial(_build_wide, row), files=large)
+        served = served_family(wide, self.directory)
         self.reference = served.reference.eval()
-        self.image_token_id = served.image_token_id
         self.family = REGISTRY.load_family(self.directory)
         self.codec = TextCodec.load(self.directory)
-        self.encoder = self.family.load_encoder(self.directory, "cpu", "float32", ("image",))
-        self._plugin = REGISTRY.modality("image")
+        self.encoder = self.family.load_encoder(self.directory, "cpu", "float32", ("image", "video"))
 
-    def prompt(self, *parts: str | int | Sequence[int], size: tuple[int, int] = (160, 96)) -> ContractPrompt:
-        """Builds a prompt. `parts` holds texts, token ids, or seeds of pictures."""
+    def prompt(self, *parts: str | int | Film | Sequence[int], size: tuple[int, int] = (160, 96)) -> ContractPrompt:
+        """Builds a prompt. `parts` holds texts, token ids, seeds of pictures, or videos."""
         ids: list[int] = []
         media: list[MediaItem] = []
         plans: list[Any] = []
         inputs: list[EncoderInput] = []
-        marks = ("<|vision_start|>", self.family.placeholder_text("image"), "<|vision_end|>")
-        framed = [self.codec.token_id(mark) for mark in marks]
         for part in parts:
             if isinstance(part, str):
                 ids += self.codec.encode(part)
-            elif not isinstance(part, int):
-                ids += part
-            else:
-                ids += framed
-                data = png(picture(part, *size))
-                header = self._plugin.probe(data, "part")
+            elif isinstance(part, int | Film):
+                modality = "video" if isinstance(part, Film) else "image"
+                ids += self._framed(modality)
+                data = film(part.seed) if isinstance(part, Film) else png(picture(part, *size))
+                header = REGISTRY.modality(modality).probe(data, "part")
                 media.append(plan_media(self.family, data, header, len(media), f"part.{len(media)}").item)
                 plans.append(self.family.plan(header))
                 inputs += self.family.preprocess(data, media[-1])
-        expanded = self.family.expand(ids, plans)
-        return ContractPrompt(tuple(expanded.token_ids), tuple(expanded.placeholders), tuple(media), tuple(inputs))
+            else:
+                ids += part
+        expanded = self.family.expand(ids, plans, self.codec.encode_inside)
+        units = [unit for item in media for unit in item.unit_keys()]
+        return ContractPrompt(
+            tuple(expanded.token_ids), tuple(expanded.placeholders), tuple(media), tuple(inputs), tuple(units)
+        )
+
+    def _framed(self, modality: str) -> list[int]:
+        marks = ("<|vision_start|>", self.family.placeholder_text(modality), "<|vision_end|>")
+        return [self.codec.token_id(mark) for mark in marks]
 
     def text(self, num_tokens: int, first: int = 5) -> tuple[int, ...]:
         """Returns this many ids of text; those of another `first` begin differently."""
@@ -95,10 +113,17 @@ class ContractModel:
     def generate(self, of: ContractPrompt, num_tokens: int) -> Any:
         ids = torch.tensor([of.token_ids])
         media: dict[str, torch.Tensor] = {}
-        if of.inputs:
-            media["pixel_values"] = torch.cat([torch.from_numpy(each.pixels) for each in of.inputs])
-            media["image_grid_thw"] = torch.tensor([each.grid for each in of.inputs])
-            media["mm_token_type_ids"] = (ids == self.image_token_id).int()
+        for modality, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            items = [item for item in of.media if item.modality == modality]
+            if items:
+                units = [each for each in of.inputs if each.modality == modality]
+                media[key] = torch.cat([torch.from_numpy(each.pixels) for each in units])
+                media[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items])
+                if modality == "video" and self.name == "qwen2_5_vl":
+                    media["second_per_grid_ts"] = torch.tensor([item.row_seconds for item in items])
+        if of.media:
+            placeholders = [self._framed(modality)[1] for modality in ("image", "video")]
+            media["mm_token_type_ids"] = (ids == placeholders[0]).int() + 2 * (ids == placeholders[1]).int()
         with torch.inference_mode():
             return self.reference.generate(
                 input_ids=ids,
@@ -109,6 +134,14 @@ class ContractModel:
                 return_dict_in_generate=True,
                 **media,
             )
+
+
+@functools.cache
+def film(seed: int) -> bytes:
+    """Returns a video of 24 frames in which a picture moves sideways."""
+    ground = np.asarray(picture(seed).resize((252, 252)))
+    frames = [np.ascontiguousarray(np.roll(ground, 9 * index, axis=1)) for index in range(24)]
+    return encode_video(frames, Clip(width=252, height=252, num_frames=24, fps=4))
 
 
 def _build_wide(row: FamilyRow) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from contract_model import ContractModel, ContractPrompt
+from contract_model import ContractModel, ContractPrompt, Film
 from worker_rig import ENCODER, ROUTER, Recorder
 
 from fabric.contracts import (
@@ -95,14 +95,15 @@ class ContractRig:
     def publish(
         self, request: GenerateRequest, of: ContractPrompt, index: int = 0, tensor: torch.Tensor | None = None
     ) -> None:
-        """Announces the feature of picture `index` to the worker, as an encoder does."""
+        """Announces the feature of unit `index` to the worker, as an encoder does."""
         tensor = self.model.feature(of, index) if tensor is None else tensor
         payload = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
         slot = self.source.allocate(payload.nbytes)
         slot.buffer[:] = payload
         ticket = self.source.ticket(slot, tuple(tensor.shape), dtype_name(tensor.dtype), 60.0)
-        unit = of.media[index].unit_keys()[0]
-        ready = UnitReady(ENCODER, self.encoder_plane.address, request.request_id, request.attempt, unit, ticket)
+        ready = UnitReady(
+            ENCODER, self.encoder_plane.address, request.request_id, request.attempt, of.units[index], ticket
+        )
         assert self.encoder_plane.send(self.worker_plane.address, ready)
 
     def call(self, request: GenerateRequest) -> asyncio.Task[GenerateResult]:
@@ -111,7 +112,7 @@ class ContractRig:
     async def run(self, request: GenerateRequest, of: ContractPrompt) -> GenerateResult:
         """Generates, with all features published at once."""
         call = self.call(request)
-        for index in range(len(of.media)):
+        for index in range(len(of.units)):
             self.publish(request, of, index)
         return await asyncio.wait_for(call, LATE_S)
 
@@ -266,6 +267,33 @@ async def check_many_requests_at_once(r: ContractRig) -> None:
             r.publish(request, of)
     await asyncio.gather(*calls)
     for request, of in zip(requests, prompts, strict=True):
+        assert r.tokens(request) == r.model.answer(of, 6)
+    await r.assert_idle()
+
+
+async def check_a_video_is_computed_unit_by_unit(r: ContractRig) -> None:
+    of = r.model.prompt(r.text(12), Film(70), r.text(6))
+    assert len(of.units) > 1
+    request = r.request(of)
+    before = r.service.report().engine.prompt_tokens_computed
+    call = r.call(request)
+    for index in range(len(of.units)):
+        first = next(run.offset for run in of.placeholders if run.unit == index)
+        await r.until(lambda first=first: r.service.report().engine.prompt_tokens_computed - before >= first)
+        await r.at_doorstep()
+        r.publish(request, of, index)
+    result = await call
+    assert r.tokens(request) == r.model.answer(of, 6)
+    ends = [event.detail["end"] for event in result.trace if event.name == "prefill"]
+    assert len(ends) > len(of.units), "the units were not computed one by one"
+    await r.assert_idle()
+
+
+async def check_a_video_beside_a_picture(r: ContractRig) -> None:
+    of = r.model.prompt(80, r.text(4), Film(90), r.text(9), 81)
+    for round_ in range(2):
+        request = r.request(of, cache_salt=f"{round_}")
+        await r.run(request, of)
         assert r.tokens(request) == r.model.answer(of, 6)
     await r.assert_idle()
 

@@ -13,7 +13,7 @@ from worker_rig import WORKER
 from fabric.contracts import SystemClock
 from fabric.transport import LocalPlane, NixlFeatureSource
 from llm_workers.vllm_engine.engine import VllmEngine
-from llm_workers.vllm_engine.engine_args import VllmSettings, core_parts, engine_config
+from llm_workers.vllm_engine.engine_args import VllmSettings, core_maker, engine_config
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
@@ -51,8 +51,8 @@ def make_vllm_worker(
         }
         | (options or {}),
     )
-    parts = core_parts(engine_config(vllm, sink, inbox_bytes, "worker-0"), sink)
+    make_core = core_maker(engine_config(vllm, sink, inbox_bytes, "worker-0"), sink)
     clock = SystemClock()
-    make_engine = functools.partial(VllmEngine, settings, model.family, parts.make_core, parts.architecture, clock)
+    make_engine = functools.partial(VllmEngine, settings, model.family, make_core, clock)
     service = WorkerService(WORKER, settings, model.family, make_engine, plane, sink, clock)
     return WorkerParts(service, sink, NixlFeatureSource("encoder-0", 1 << 22))

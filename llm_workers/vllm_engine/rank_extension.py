@@ -1,0 +1,43 @@
+"""Adds to each rank of vLLM that it takes the positions of a prompt from the request.
+
+vLLM computes the positions of pictures and videos (M-RoPE) in each rank, by rules of its own for each model. For the
+videos of Qwen2.5-VL they differ from transformers': there a text goes on behind the largest position of a video's
+height and width, and in vLLM behind the largest one of its time as well. Weft's families compute positions as
+transformers does, and a request carries them with its first media item. vLLM calls a class like this one the extension
+of a worker, and `EngineCore.collective_rpc` calls its methods on each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+POSITIONS, DELTA = "weft_positions", "weft_position_delta"
+"""Names the values of a media item that hold the positions of the whole prompt, int64 with shape `(3, num_tokens)`, and
+how far those of generated tokens are ahead of their indexes, int64 with shape `()`."""
+
+
+class RankExtension:
+    """vLLM adds the methods of this class to its worker, which has the model in `model_runner`."""
+
+    model_runner: Any
+
+    def use_positions_of_requests(self) -> bool:
+        """Makes the model of this rank take positions from requests that carry some. Returns False for a model whose
+        positions have one axis, for which there is nothing to do."""
+        model = self.model_runner.get_model()
+        compute = getattr(model, "get_mrope_input_positions", None)
+        if compute is None:
+            return False
+
+        def positions(input_tokens: list[int], mm_features: Sequence[Any]) -> tuple[torch.Tensor, int]:
+            for feature in mm_features:
+                if feature.data is not None and POSITIONS in feature.data:
+                    return feature.data[POSITIONS].data, int(feature.data[DELTA].data)
+            result: tuple[torch.Tensor, int] = compute(input_tokens, mm_features)
+            return result
+
+        model.get_mrope_input_positions = positions
+        return True
