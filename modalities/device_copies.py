@@ -1,0 +1,44 @@
+"""Copies arrays of the host to a device, without waiting for the device.
+
+On CUDA the values go through page-locked memory. The copy is then queued behind the work that the device already has,
+and the host goes on; torch keeps the page-locked memory until the copy is done. The module knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+
+def to_device(
+    values: npt.NDArray[Any] | torch.Tensor, device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Returns an array of the host as a tensor on `device`, of its own dtype or of `dtype`. On a CPU the tensor may
+    share the array's memory."""
+    host = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+    dtype = host.dtype if dtype is None else dtype
+    if device.type != "cuda":
+        return host.to(device, dtype)
+    locked = torch.empty(host.shape, dtype=dtype, pin_memory=True)
+    return locked.copy_(host).to(device, non_blocking=True)
+
+
+def join_on_device(
+    parts: Sequence[npt.NDArray[Any]], device: torch.device, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Returns the arrays of the host, joined along their first axis, as one tensor on `device`. They have one dtype and
+    equal further axes. On CUDA, the values are joined and converted on their way into page-locked memory, so the host
+    copies them once."""
+    # torch warns of arrays that can't be written, such as those that lie in a received message.
+    hosts = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in parts]
+    dtype = hosts[0].dtype if dtype is None else dtype
+    if device.type != "cuda":
+        return torch.cat(hosts).to(device, dtype)
+    num_rows = sum(len(host) for host in hosts)
+    locked = torch.empty((num_rows, *hosts[0].shape[1:]), dtype=dtype, pin_memory=True)
+    for rows, host in zip(locked.split([len(host) for host in hosts]), hosts, strict=True):
+        rows.copy_(host)
+    return locked.to(device, non_blocking=True)
