@@ -1,7 +1,8 @@
-"""Copies arrays of the host to a device, without waiting for the device.
+"""Copies arrays of the host to a device without waiting for the device, and tensors back with one wait.
 
-On CUDA the values go through page-locked memory. The copy is then queued behind the work that the device already has,
-and the host goes on; torch keeps the page-locked memory until the copy is done. The module knows nothing of models.
+On CUDA the values go through page-locked memory. The copy is then queued behind the work that the present stream
+already has, and the host goes on; torch keeps the page-locked memory until the copy is done. The module knows nothing
+of models.
 """
 
 from __future__ import annotations
@@ -42,3 +43,18 @@ def join_on_device(
     for rows, host in zip(locked.split([len(host) for host in hosts]), hosts, strict=True):
         rows.copy_(host)
     return locked.to(device, non_blocking=True)
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the tensors, which lie on one device, in host memory. On CUDA all copies are queued behind the work of
+    the present stream, and the host waits once, for these copies alone; its thread sleeps meanwhile. Tensors of a CPU
+    are returned as they are."""
+    if not tensors or tensors[0].device.type != "cuda":
+        return list(tensors)
+    found = [
+        torch.empty(each.shape, dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in tensors
+    ]
+    done = torch.cuda.Event(blocking=True)
+    done.record(torch.cuda.current_stream(tensors[0].device))
+    done.synchronize()
+    return found

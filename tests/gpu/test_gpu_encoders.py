@@ -15,7 +15,9 @@ from audio_tower_rig import BUILDERS
 from sound_files import noise
 from vision_towers import GRIDS, TOWERS, features_of, tower_of
 
+from encoder_pool.device_streams import open_streams
 from modalities import packed_attention
+from modalities.device_copies import join_on_device, to_device, to_host
 from modalities.families.audio_towers.sound_encoder import SoundEncoder
 from modalities.families.qwen_vl.tower_tables import tower_tables
 from modalities.families.qwen_vl.towers import VisionEncoder, fused_tower
@@ -113,3 +115,38 @@ def test_a_tower_for_sounds(name: str, tmp_path: Path) -> None:
             found = encoder.encode(inputs)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.float().cpu(), theirs, atol=0.15, rtol=0.15)
+
+
+# ------------------------------------------------------------ streams and copies
+
+
+def test_vision_and_sound_have_streams_of_their_own() -> None:
+    streams = open_streams("cuda")
+    used = []
+    for modality in ("image", "video", "audio", "image"):
+        with streams.entered(modality):
+            used.append(torch.cuda.current_stream().cuda_stream)
+    assert used[0] == used[1] == used[3]
+    assert len({*used, torch.cuda.default_stream().cuda_stream}) == 3
+
+
+def test_copies_keep_their_values() -> None:
+    """Copies are queued behind work on the same stream, and a copy to the host is done when it is returned."""
+    streams = open_streams("cuda")
+    values = np.arange(1 << 22, dtype=np.float32)
+    with streams.entered("image"):
+        with waiting_refused():
+            on_device = to_device(values, CUDA, torch.bfloat16)
+            doubled = on_device * 2
+        half, whole = to_host([doubled[: 1 << 10], doubled])
+    expected = torch.from_numpy(values).bfloat16() * 2
+    assert torch.equal(whole, expected)
+    assert torch.equal(half, expected[: 1 << 10])
+    assert whole.is_pinned()
+
+
+def test_join_on_device() -> None:
+    parts = [np.full((n, 3), n, np.float32) for n in (1, 2, 5)]
+    with waiting_refused():
+        joined = join_on_device(parts, CUDA, torch.float16)
+    assert torch.equal(joined.cpu(), torch.from_numpy(np.concatenate(parts)).half())
