@@ -15,6 +15,7 @@ from audio_tower_rig import BUILDERS
 from sound_files import noise
 from vision_towers import GRIDS, TOWERS, features_of, tower_of
 
+from deploy.demo.build import demo_checkpoint
 from encoder_pool.device_streams import open_streams
 from modalities import packed_attention
 from modalities.device_copies import join_on_device, to_device, to_host
@@ -23,6 +24,7 @@ from modalities.families.qwen_vl.tower_tables import tower_tables
 from modalities.families.qwen_vl.towers import VisionEncoder, fused_tower
 from modalities.family import EncoderInput
 from modalities.packed_attention import Segments, attend_packed, has_flash_kernel, use_packed_attention
+from modalities.registry import REGISTRY
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -115,6 +117,17 @@ def test_a_tower_for_sounds(name: str, tmp_path: Path) -> None:
             found = encoder.encode(inputs)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours.float().cpu(), theirs, atol=0.15, rtol=0.15)
+
+
+def test_weights_on_the_device_are_those_of_the_host() -> None:
+    family = REGISTRY.load_family(demo_checkpoint())
+    towers: list[Any] = [
+        family.load_encoder(demo_checkpoint(), device, "bfloat16", ["image"]) for device in ("cpu", "cuda")
+    ]
+    ours, theirs = (dict(each._tower.named_parameters()) for each in towers)
+    assert {each.device.type for each in theirs.values()} == {"cuda"}
+    for name in ours.keys() & theirs.keys():
+        assert torch.equal(ours[name], theirs[name].cpu()), name
 
 
 # ------------------------------------------------------------ streams and copies
