@@ -19,7 +19,7 @@ def to_device(
 ) -> torch.Tensor:
     """Returns an array of the host as a tensor on `device`, of its own dtype or of `dtype`. On a CPU the tensor may
     share the array's memory."""
-    host = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
+    host = values if isinstance(values, torch.Tensor) else _as_tensor(values)
     dtype = host.dtype if dtype is None else dtype
     if device.type != "cuda":
         return host.to(device, dtype)
@@ -33,8 +33,7 @@ def join_on_device(
     """Returns the arrays of the host, joined along their first axis, as one tensor on `device`. They have one dtype and
     equal further axes. On CUDA, the values are joined and converted on their way into page-locked memory, so the host
     copies them once."""
-    # torch warns of arrays that can't be written, such as those that lie in a received message.
-    hosts = [torch.from_numpy(part if part.flags.writeable else part.copy()) for part in parts]
+    hosts = [_as_tensor(part) for part in parts]
     dtype = hosts[0].dtype if dtype is None else dtype
     if device.type != "cuda":
         return torch.cat(hosts).to(device, dtype)
@@ -43,6 +42,11 @@ def join_on_device(
     for rows, host in zip(locked.split([len(host) for host in hosts]), hosts, strict=True):
         rows.copy_(host)
     return locked.to(device, non_blocking=True)
+
+
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    # torch warns of arrays that can't be written, such as those that lie in a received message.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

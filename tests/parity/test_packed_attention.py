@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from vision_towers import GRIDS, TOWERS, features_of, tower_of
 
 from fabric.contracts import ConfigError
+from loadtest.benches.encoder_attention import measure_attention
+from loadtest.benches.encoder_towers import Place
 from modalities import packed_attention
 from modalities.device_copies import join_on_device, to_device
 from modalities.families.audio_towers.sound_encoder import SoundEncoder
@@ -256,6 +258,9 @@ def test_arrays_are_joined(is_writeable: bool) -> None:
 def test_an_array_keeps_its_dtype() -> None:
     assert to_device(np.arange(3, dtype=np.int32), CPU).dtype == torch.int32
     assert to_device(torch.tensor([1.5]), CPU, torch.float16).tolist() == [1.5]
+    fixed = np.ones(2, np.float32)
+    fixed.flags.writeable = False
+    assert to_device(fixed, CPU).tolist() == [1.0, 1.0]
 
 
 def test_the_layer_takes_what_transformers_gives() -> None:
@@ -266,3 +271,11 @@ def test_the_layer_takes_what_transformers_gives() -> None:
     rows = q[0].transpose(0, 1)
     torch.testing.assert_close(found[0], attend_packed(rows, rows, rows, segments, 0.3))
     assert weights is None
+
+
+def test_the_bench_counts_calls() -> None:
+    """`weft bench encoder` prints what this measures. Two layers of the tower have windows, and none sees whole
+    pictures."""
+    runs = measure_attention(Place("cpu", torch.float32, 0.0625), lambda run: 1.0)
+    assert [each.num_calls for each in runs[:3]] == [2 * 16 * 16, 2, 2]
+    assert runs[3].num_calls > runs[4].num_calls == runs[5].num_calls
