@@ -46,16 +46,16 @@ def measure_attention(place: Place, latency_s: Callable[[Callable[[], object]], 
     use_packed_attention(fused)
     ways = (("one call per window", plain), ("packed", packed), ("packed, Weft's blocks", fused_tower(fused)))
     found = []
-    for name, grids in (("448x448", [(1, 32, 32)] * NUM_PICTURES), ("of 224 to 672 pixels", _mixed_grids())):
+    for name, grids in (("448x448", [(1, 32, 32)] * NUM_PICTURES), ("of 224 to 672 pixels", mixed_grids())):
         for way, tower in ways:
             run = _forward_of(tower, grids, place, is_packed=tower is not plain)
-            with _AttentionCalls() as calls:
+            with AttentionCalls() as calls:
                 run()
             found.append(AttentionRun(f"{NUM_PICTURES} pictures {name}", way, calls.num_calls, latency_s(run)))
     return found
 
 
-def _mixed_grids() -> list[Grid]:
+def mixed_grids() -> list[Grid]:
     """Returns grids of pictures with random sides, about as many patches as in pictures of 448 x 448."""
     draw = random.Random(1)
     return [(1, 2 * draw.randint(8, 24), 2 * draw.randint(8, 24)) for _ in range(NUM_PICTURES)]
@@ -75,7 +75,7 @@ def _forward_of(tower: Any, grids: Sequence[Grid], place: Place, *, is_packed: b
     return run
 
 
-class _AttentionCalls(TorchDispatchMode):
+class AttentionCalls(TorchDispatchMode):
     """Counts the calls of torch's operators for attention while it is entered."""
 
     def __init__(self) -> None:

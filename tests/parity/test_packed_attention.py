@@ -21,12 +21,13 @@ from torch.overrides import TorchFunctionMode
 from vision_towers import GRIDS, TOWERS, features_of, tower_of
 
 from fabric.contracts import ConfigError
-from loadtest.benches.encoder_attention import measure_attention
-from loadtest.benches.encoder_towers import Place
+from loadtest.benches.encoder_attention import AttentionCalls, Grid, measure_attention, mixed_grids
+from loadtest.benches.encoder_towers import Place, qwen2_5_vl_tower
 from modalities import packed_attention
 from modalities.device_copies import join_on_device, to_device
 from modalities.families.audio_towers.sound_encoder import SoundEncoder
 from modalities.families.qwen_vl import towers
+from modalities.families.qwen_vl.tower_tables import tower_tables
 from modalities.families.qwen_vl.towers import VisionEncoder, fused_tower
 from modalities.family import EncoderInput
 from modalities.packed_attention import (
@@ -141,7 +142,7 @@ def test_a_layer_finds_its_segments() -> None:
 # ------------------------------------------------------------ towers
 
 
-@settings(deadline=None, max_examples=8)
+@settings(deadline=None, max_examples=25)
 @given(grids=DRAWN_GRIDS)
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", [name for name in TOWERS if "wide" not in name])
@@ -239,6 +240,25 @@ def test_transformers_itself_waits() -> None:
     tower = tower_of("qwen2-vl", torch.float32).to("meta")
     with pytest.raises((NotImplementedError, RuntimeError)):
         tower(torch.zeros(24, 3 * 2 * 14 * 14, device="meta"), grid_thw=torch.tensor([[1, 4, 6]], device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("grids", "num_theirs", "num_ours"), [([(1, 32, 32)] * 16, 7232, 32), (mixed_grids(), 8016, 2916)]
+)
+def test_the_calls_of_a_full_size_tower(grids: list[Grid], num_theirs: int, num_ours: int) -> None:
+    """These are the numbers of ADR 112 for a default batch of 16 pictures, without the flash kernel."""
+    with torch.device("meta"):
+        tower = qwen2_5_vl_tower(Place("meta", torch.bfloat16, 1.0))
+    use_packed_attention(tower)
+    tower = fused_tower(tower)
+    pixels = torch.empty(sum(t * h * w for t, h, w in grids), 3 * 2 * 14 * 14, dtype=torch.bfloat16, device="meta")
+    tables = tower_tables(tower, grids)
+    with AttentionCalls() as calls, torch.inference_mode():
+        tower(pixels, grid_thw=torch.tensor(grids), **tables)
+    assert calls.num_calls == num_ours
+    num_full = len(tower.fullatt_block_indexes)
+    whole, windows = (len(each.lengths) for each in tables["segments"])
+    assert num_full * whole + (len(tower.blocks) - num_full) * windows == num_theirs
 
 
 # ------------------------------------------------------------ copies
