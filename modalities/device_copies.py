@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -33,10 +34,12 @@ def join_on_device(
     """Returns the arrays of the host, joined along their first axis, as one tensor on `device`. They have one dtype and
     equal further axes. On CUDA, the values are joined and converted on their way into page-locked memory, so the host
     copies them once."""
+    if device.type != "cuda":
+        # numpy takes large arrays in huge pages where Linux has them, and torch does not: with `torch.cat`, a CPU's
+        # forward pass over 16 pictures took a tenth longer.
+        return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
     hosts = [_as_tensor(part) for part in parts]
     dtype = hosts[0].dtype if dtype is None else dtype
-    if device.type != "cuda":
-        return torch.cat(hosts).to(device, dtype)
     num_rows = sum(len(host) for host in hosts)
     locked = torch.empty((num_rows, *hosts[0].shape[1:]), dtype=dtype, pin_memory=True)
     for rows, host in zip(locked.split([len(host) for host in hosts]), hosts, strict=True):
