@@ -136,6 +136,40 @@ def test_a_cpu_has_no_streams() -> None:
     assert isinstance(open_streams("cuda:0"), CudaStreams)
 
 
+def test_pictures_and_videos_share_a_stream_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calls of CUDA's interface are replaced, so that the test needs no GPU. Weights are loaded on the default
+    stream, so each new stream waits for that."""
+    entered: list[FakeStream] = []
+
+    class FakeStream:
+        def __init__(self, device: torch.device) -> None:
+            self.device, self.waited_for = device, list[str]()
+
+        def wait_stream(self, other: str) -> None:
+            self.waited_for.append(other)
+
+    @contextmanager
+    def entering(stream: FakeStream) -> Iterator[None]:
+        entered.append(stream)
+        yield
+
+    released: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", FakeStream)
+    monkeypatch.setattr(torch.cuda, "stream", entering)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"the default stream of {device}")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append("all"))
+    streams = open_streams("cuda:1")
+    for modality in ("image", "audio", "video", "audio"):
+        with streams.entered(modality):
+            pass
+    assert entered[0] is entered[2]
+    assert entered[1] is entered[3]
+    assert entered[0] is not entered[1]
+    assert [each.waited_for for each in entered[:2]] == [["the default stream of cuda:1"]] * 2
+    streams.release_memory()
+    assert released == ["all"]
+
+
 def test_tensors_of_a_cpu_stay_where_they_are() -> None:
     tensors = [torch.ones(2), torch.zeros(1)]
     assert [each.data_ptr() for each in to_host(tensors)] == [each.data_ptr() for each in tensors]
