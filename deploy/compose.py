@@ -230,6 +230,7 @@ def build_encoder(
             section.decode_memory_bytes,
             section.max_decode_bytes,
         ),
+        device=section.device,
         mel_device=mel_device(section),
         encode_delay_s=section.encode_delay_s,
         encode_delay_s_per_cost=section.encode_delay_s_per_cost,

@@ -213,7 +213,7 @@ class EncoderSection(Section):
     autoscaling: AutoscalingSection = AutoscalingSection()
     modalities: tuple[Modality, ...] | None = Field(None, min_length=1)
     """Lists the modalities that each encoder loads; None means all that the model takes."""
-    device: Device = "cpu"
+    device: Device = default_of(EncoderConfig, "device")
     """Says where the encoders compute."""
     gpus_per_replica: float = Field(0, ge=0)
     """Sets the number of GPUs of each encoder."""

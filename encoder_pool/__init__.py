@@ -2,8 +2,8 @@
 
 `encoder_service` is what a replica runs, with the settings of `encoder_config`. `pipeline` leads each medium through
 the encoder: `decoder` decodes it in processes (whose side is `decode_process`), `device_queue` keeps the forward pass
-busy, and `forward` computes it with torch. `encode_call` keeps an open call and announces its units to the worker.
-`calibration` tests and measures a model at start.
+busy, and `forward` computes it with torch, on `device_streams`. `encode_call` keeps an open call and announces its
+units to the worker. `calibration` tests and measures a model at start.
 `planning/` makes the decisions and is pure.
 
 `deploy` builds the service from the cluster's config; routers reach it through a pool of encoders, and workers read its

@@ -79,9 +79,11 @@ class EncoderConfig:
     lease_s: float = 60.0
     """An announced feature is held for its worker for this long."""
     report_interval_s: float = 0.2
+    device: str = "cpu"
+    """Names the device on which the encoder's model lies, as torch names it."""
     mel_device: str = ""
-    """Names the device that resamples and transforms sounds, as torch names it. It is the encoder's device, or empty if
-    the decode processes do this work."""
+    """Names the device that resamples and transforms sounds. It is `device`, or empty if the decode processes do this
+    work."""
     max_forward_s: float = 300.0
     """No batch takes this long on a device that works. A longer pass means that the device hangs and the encoder must
     be replaced."""

@@ -20,6 +20,7 @@ import msgspec
 
 from encoder_pool.calibration import calibrate, load_spectrograms, probe_inputs, try_spectrograms
 from encoder_pool.decoder import DecodePool
+from encoder_pool.device_streams import open_streams
 from encoder_pool.encode_call import Announcer
 from encoder_pool.encoder_config import EncoderConfig
 from encoder_pool.forward import ForwardThread, SlowedEncoder
@@ -92,7 +93,7 @@ class EncoderService:
         max_raw_cost = config.max_batch_cost if self._spectrograms else 0
         limits = config.decode_limits
         self._decoder = DecodePool(family, config.model_dir, config.num_decode_processes, limits, max_raw_cost)
-        self._forward = ForwardThread(model, self._spectrograms)
+        self._forward = ForwardThread(model, self._spectrograms, open_streams(config.device))
         announcer = Announcer(member_id, plane, source, self._table, config.lease_s)
         self._pipeline = Pipeline(
             member_id, config, self._table, announcer, self._decoder, self._forward, clock, self._changed

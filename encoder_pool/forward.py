@@ -22,8 +22,10 @@ from typing import TypeVar
 import torch
 
 from encoder_pool.decode_process import check_inputs
+from encoder_pool.device_streams import DeviceStreams, HostStreams
 from encoder_pool.planning import FeatureSpec, ForwardResult, ForwardUnit, SoundJob, SoundResult
 from fabric.contracts import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
+from modalities.device_copies import to_host
 from modalities.family import EncoderInput, EncoderModel, Spectrograms
 from modalities.torch_dtypes import dtype_name, torch_dtype
 
@@ -36,10 +38,14 @@ Job = Callable[[], None]
 
 class ForwardThread:
     """Implements `planning.Forward` in one thread, one batch at a time. It calls `done` in that thread, so `done`
-    must only pass the result on and not work. Without `spectrograms` the thread takes no sounds."""
+    must only pass the result on and not work. Without `spectrograms` the thread takes no sounds. Without `streams` its
+    device is a CPU."""
 
-    def __init__(self, model: EncoderModel, spectrograms: Spectrograms | None = None) -> None:
+    def __init__(
+        self, model: EncoderModel, spectrograms: Spectrograms | None = None, streams: DeviceStreams | None = None
+    ) -> None:
         self._model = model
+        self._streams = HostStreams() if streams is None else streams
         self._spectrograms = spectrograms
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._loop, name="encoder-forward", daemon=True)
@@ -92,7 +98,7 @@ class ForwardThread:
         its outcome."""
         if self.loss is None:
             try:
-                return fail_alone(work, batch, name, self._probe)
+                return fail_alone(work, batch, name, self._probe, self._streams.release_memory)
             except EncoderLost as error:
                 self.loss = error
         return [self.loss for _ in batch]
@@ -103,7 +109,13 @@ class ForwardThread:
         if not self._probe_inputs:
             return
         batch = [self._probe_inputs]
-        (outcome,) = fail_alone(lambda samples: [*map(self._features, samples)], batch, lambda _: "a harmless sample")
+        (outcome,) = fail_alone(
+            lambda samples: [*map(self._features, samples)],
+            batch,
+            lambda _: "a harmless sample",
+            lambda: None,
+            self._streams.release_memory,
+        )
         if isinstance(outcome, WeftError):
             raise EncoderLost(f"the encoder's device fails every forward pass ({outcome.message})") from outcome
 
@@ -118,20 +130,30 @@ class ForwardThread:
         return [self._store(unit, feature) for unit, feature in zip(units, features, strict=True)]
 
     def _features(self, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
-        """Returns the features of `inputs`. Computes them a second time if they are not finite, because a fault of the
-        device may be transient. Raises FloatingPointError if they are not finite again."""
-        features = self._model.encode(inputs)
-        if is_finite(features):
-            return features
-        logger.warning("the features of a batch of %d are not finite; the batch is computed again", len(inputs))
-        features = self._model.encode(inputs)
-        if not is_finite(features):
+        """Returns the features of `inputs`, in host memory. Computes them a second time if they are not finite, because
+        a fault of the device may be transient. Raises FloatingPointError if they are not finite again."""
+        features, are_finite = self._computed(inputs)
+        if not are_finite:
+            logger.warning("the features of a batch of %d are not finite; the batch is computed again", len(inputs))
+            features, are_finite = self._computed(inputs)
+        if not are_finite:
             raise FloatingPointError("the features of the encoder are not finite")
         return features
 
+    def _computed(self, inputs: Sequence[EncoderInput]) -> tuple[Sequence[torch.Tensor], bool]:
+        """Returns the features of `inputs`, in host memory, and whether all their numbers are finite. Waits for the
+        device once."""
+        with self._streams.entered(inputs[0].modality):
+            features = self._model.encode(inputs)
+            if not features:
+                return features, True
+            sums, *features = to_host([sums_of(features), *features])
+        return features, is_finite(features, sums)
+
     def _units(self, sounds: Sequence[SoundJob]) -> list[list[EncoderInput]]:
         assert self._spectrograms is not None
-        found = self._spectrograms.units([sound.waveform for sound in sounds])
+        with self._streams.entered(sounds[0].item.modality):
+            found = self._spectrograms.units([sound.waveform for sound in sounds])
         for inputs, sound in zip(found, sounds, strict=True):
             check_inputs(inputs, sound.item)
         return found
@@ -146,7 +168,8 @@ class ForwardThread:
         if given.nbytes != spec.nbytes(unit.num_tokens, unit.num_levels):
             return FeatureMismatch(f"a given feature has {given.nbytes} bytes, but shape {shape} was planned")
         unit.buffer[:] = given
-        if not is_finite([torch.from_numpy(unit.buffer).view(torch_dtype(spec.dtype))]):
+        stored = [torch.from_numpy(unit.buffer).view(torch_dtype(spec.dtype))]
+        if not is_finite(stored, sums_of(stored)):
             return FeatureMismatch("a given feature has numbers that are not finite")
         return None
 
@@ -178,14 +201,17 @@ class SlowedEncoder:
         return features
 
 
-def is_finite(features: Sequence[torch.Tensor]) -> bool:
-    """Returns whether every number of the features is finite. Waits for the device once; copying the features into the
-    arena waits for it anyway."""
+def sums_of(features: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the sum of the numbers of each feature, float32 `(num_features,)`, on the features' device. There is at
+    least one feature."""
+    return torch.stack([feature.sum(dtype=torch.float32) for feature in features])
+
+
+def is_finite(features: Sequence[torch.Tensor], sums: torch.Tensor) -> bool:
+    """Returns whether every number of the features is finite. `sums` are their `sums_of`, and all lie in host
+    memory."""
     # A number that is not finite makes its sum not finite, and a sum takes a fraction of the time of a test of each
     # number. A sum of finite numbers may overflow, so each number is tested before a feature counts as not finite.
-    if not features:
-        return True
-    sums = torch.stack([feature.sum(dtype=torch.float32) for feature in features])
     return all(map(math.isfinite, sums.tolist())) or all(bool(feature.isfinite().all()) for feature in features)
 
 
@@ -193,22 +219,25 @@ def fail_alone(
     work: Callable[[Sequence[T]], list[R]],
     batch: Sequence[T],
     name: Callable[[T], str],
-    probe: Callable[[], None] = lambda: None,
+    probe: Callable[[], None],
+    release_memory: Callable[[], None],
 ) -> list[R | WeftError]:
     """Returns the results of `work` for each element of a batch, in order. If the whole batch fails, each element is
     tried alone; if it runs out of device memory, it is split in halves. An element that fails alone gets an error in
     its place, and `name` describes the element. `probe` is called after an element has failed alone, except with a
-    WeftError. If `probe` raises EncoderLost, that ends everything and reaches the caller."""
+    WeftError. If `probe` raises EncoderLost, that ends everything and reaches the caller. `release_memory` is called
+    when the device has run out of memory."""
     try:
         return list(work(batch))
     except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
+        release_memory()
         if len(batch) == 1:
             probe()
             return [EncodeFailed(f"the encoder's device has too little memory for {name(batch[0])}")]
         logger.warning("the device has too little memory for a batch of %d, which is split: %s", len(batch), error)
         half = len(batch) // 2
-        return fail_alone(work, batch[:half], name, probe) + fail_alone(work, batch[half:], name, probe)
+        halves = (batch[:half], batch[half:])
+        return [each for part in halves for each in fail_alone(work, part, name, probe, release_memory)]
     except Exception as error:
         # This is one batch of the loop of the forward thread: one bad element must not affect the others. The error in
         # its place ends the items of the requests that wait for it.
@@ -219,4 +248,4 @@ def fail_alone(
             failed = EncodeFailed(f"the encoder failed on {name(batch[0])} ({type(error).__name__})")
             return [error if isinstance(error, WeftError) else failed]
         logger.warning("a batch of %d failed, so each of its elements is tried alone: %r", len(batch), error)
-        return [fail_alone(work, [one], name, probe)[0] for one in batch]
+        return [fail_alone(work, [one], name, probe, release_memory)[0] for one in batch]

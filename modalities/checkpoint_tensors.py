@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,16 +186,17 @@ def _grid(
 
 
 def load_pretrained(
-    kind: type[PreTrainedModel], tensors: Mapping[str, Any], **options: Any
+    kind: type[PreTrainedModel], tensors: Mapping[str, Any], device: str, **options: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Returns a model of class `kind` with the weights `tensors`, and the loading info. `tensors` maps names to tensors
     or to slices of a file, of which only the needed values are read. The model is whole, or inside `shard_weights` it
-    is this rank's share, as plain tensors. `options` are those of `from_pretrained`, including the part's `config`.
-    Raises the errors of `from_pretrained`, and ValueError if the plan can't be followed."""
+    is this rank's share, as plain tensors. The weights of a whole model lie on `device`, and its other buffers on the
+    host. `options` are those of `from_pretrained`, including the part's `config`. Raises the errors of
+    `from_pretrained`, and ValueError if the plan can't be followed."""
     options |= {"output_loading_info": True, "state_dict": counted(tensors)}
     num_ranks = _NUM_RANKS.get()
     if num_ranks == 1:
-        whole: tuple[PreTrainedModel, dict[str, Any]] = kind.from_pretrained(None, **options)
+        whole: tuple[PreTrainedModel, dict[str, Any]] = _on_device(kind, device).from_pretrained(None, **options)
         return whole
     from transformers.distributed import DistributedConfig
 
@@ -205,6 +207,22 @@ def load_pretrained(
     check_plan(part.tp_plan)
     _keep_local(part)
     return part, info
+
+
+def _on_device(kind: type[PreTrainedModel], device: str) -> type[PreTrainedModel]:
+    """Returns a class whose weights go to `device` one by one, each as it is read. The host then never holds them
+    all."""
+    found = torch.device(device)
+    if found.type == "cpu":
+        return kind
+
+    # The option `device_map` of `from_pretrained` does the same, but it demands `accelerate`, a package that Weft needs
+    # for nothing else.
+    def load_pretrained_model(model: Any, tensors: Any, files: Any, settings: Any, keys: Any = None) -> Any:
+        return kind._load_pretrained_model(model, tensors, files, replace(settings, device_map={"": found}), keys)
+
+    # The subclass keeps the name of `kind` because transformers looks it up in its own tables.
+    return type(kind.__name__, (kind,), {"_load_pretrained_model": staticmethod(load_pretrained_model)})
 
 
 # ------------------------------------------------------------ shares

@@ -5,10 +5,10 @@ One module or folder runs each bench: `path_bench`, `engine_bench`, `encoder_ben
 `index_bench`, `cost_bench`, `figures_bench`, `scale`, `front_end` (HTTP), and `cluster_bench`, whose processes are in
 `cluster_members` and `cluster_routers`. The folder `served` runs four benches of a whole cluster whose stages take
 given times (overlap, prediction, isolation and serve), and one of clusters that speak (speech).
-`engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`
-and `encoder_batching` do so for the encoder bench. `chat_load` puts load on a worker or a server, `synthetic` makes
-their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in `peers`.
-`commit_comparison` runs one of the benches on two commits. `path_hosts` runs the path bench on several
+`engine_parts`, `engine_host` and `engine_pictures` measure parts of the engine bench; `encoder_towers`, `encoder_wait`,
+`encoder_batching` and `encoder_attention` do so for the encoder bench. `chat_load` puts load on a worker or a server,
+`synthetic` makes their models and media, and `peer_process` runs the alternatives to Weft, whose scripts are in
+`peers`. `commit_comparison` runs one of the benches on two commits. `path_hosts` runs the path bench on several
 hosts, which `namespaced_hosts` makes out of one machine.
 
 The command line imports `run_benches` and the names (`BENCHES`), and a bench's own module is imported when it runs.

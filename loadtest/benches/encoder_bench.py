@@ -1,8 +1,8 @@
 """Runs `weft bench encoder`: repeats the latency tables of the articles in docs/references.md on the present device.
 
-It measures latency and output size per modality, and latency per batch size, at the sizes of the real architectures
-with random weights. Through a real encoder service with the demo model, it measures by how much a video of 120 frames
-delays one picture.
+It measures latency and output size per modality, latency per batch size, and what packed attention gains, at the sizes
+of the real architectures with random weights. Through a real encoder service with the demo model, it measures by how
+much a video of 120 frames delays one picture.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 
 from loadtest.bench_result import Bar, BenchResult, gpu_name
+from loadtest.benches.encoder_attention import NUM_PICTURES as NUM_PACKED
+from loadtest.benches.encoder_attention import AttentionRun, measure_attention
 from loadtest.benches.encoder_batching import NUM_PICTURES, BatchingGain, batching_gains
 from loadtest.benches.encoder_towers import Place, Run, clip_l, internvit, qwen2_5_vl, siglip_l, whisper
 from loadtest.benches.encoder_wait import Waits, measure_waits
@@ -78,9 +80,11 @@ def run(arguments: Sequence[str] = ()) -> BenchResult:
         batches = _batch_latencies(tower, place, chosen.seconds)
         utilisation = Utilisation(_flop_of(tower), _peak_flop_per_s(place))
         gains = batching_gains(lambda num_items: _timed(tower, num_items, place))
+        attention = measure_attention(place, lambda run: _latency_s(lambda _: run(), 1, place, chosen.seconds))
     waits = asyncio.run(measure_waits(place.device))
     table = [["modality", "input", "encoder", "output", "MiB", "ms", "A100 ms", "per second", "utilisation"], *rows]
     table += _batch_rows(batches, utilisation)
+    table += [_attention_row(each) for each in attention]
     notes = _notes(place, gains, waits)
     return BenchResult(table, _bars(batches, gains, waits, place), notes, variant=gpu_name(place.device))
 
@@ -168,6 +172,12 @@ def _batch_rows(size_to_s: dict[int, float], utilisation: Utilisation) -> list[l
     ]
 
 
+def _attention_row(found: AttentionRun) -> list[str]:
+    calls, ms = f"{found.num_calls:,} calls of attention", f"{1000 * found.seconds:.1f}"
+    per_second = f"{NUM_PACKED / found.seconds:.1f}"
+    return ["image", found.batch, f"Qwen2.5-VL vision, {found.way}", calls, "", ms, "", per_second, ""]
+
+
 def _bars(size_to_s: dict[int, float], gains: list[BatchingGain], waits: list[Waits], place: Place) -> list[Bar]:
     is_gpu = place.device == "cuda"
     eight = Bar("pictures per second, 8 in a forward over one by one", 8 * size_to_s[1] / size_to_s[8], GPU_GAIN, "x")
@@ -218,7 +228,7 @@ def _delays_note(waits: Waits) -> str:
     )
 
 
-def _latency_s(tower: Run, num_items: int, place: Place, seconds: float) -> float:
+def _latency_s(tower: Callable[[int], object], num_items: int, place: Place, seconds: float) -> float:
     """Returns the median duration of a forward pass, over at least three passes and for at least `seconds`."""
     _timed(tower, num_items, place)
     found: list[float] = []
@@ -227,7 +237,7 @@ def _latency_s(tower: Run, num_items: int, place: Place, seconds: float) -> floa
     return statistics.median(found)
 
 
-def _timed(tower: Run, num_items: int, place: Place) -> float:
+def _timed(tower: Callable[[int], object], num_items: int, place: Place) -> float:
     started_s = time.perf_counter()
     tower(num_items)
     if place.device == "cuda":

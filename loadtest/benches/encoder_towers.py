@@ -11,6 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from modalities.families.qwen_vl.tower_tables import tower_tables
+from modalities.families.qwen_vl.towers import fused_tower
+from modalities.packed_attention import use_packed_attention
+
 LM_WIDTH = 4096
 HEAD_DIM = 64
 
@@ -71,31 +75,40 @@ def internvit(num_frames: int, num_pooled: int) -> Callable[[Place], Run]:
     return build
 
 
+def qwen2_5_vl_tower(place: Place) -> Any:
+    """Builds Qwen2.5-VL's vision tower of transformers: with windows, four full layers, and rows of 2 x 2 patches."""
+    from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
+    from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
+
+    depth = max(1, round(32 * place.scale))
+    num_heads = max(1, round(16 * place.scale))
+    config = Qwen2_5_VLVisionConfig(
+        depth=depth,
+        hidden_size=80 * num_heads,
+        num_heads=num_heads,
+        intermediate_size=max(64, round(3420 * place.scale)),
+        out_hidden_size=max(64, round(3584 * place.scale)),
+        fullatt_block_indexes=list(range(7, depth, 8)),
+    )
+    return _placed(Qwen2_5_VisionTransformerPretrainedModel(config), place)
+
+
 def qwen2_5_vl(edge: int) -> Callable[[Place], Run]:
-    """Builds Qwen2.5-VL's vision tower, packed: with windows, four full layers, and rows of 2 x 2 patches."""
+    """Builds Qwen2.5-VL's vision tower as Weft runs it: packed, with Weft's own blocks."""
 
     def build(place: Place) -> Run:
-        from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLVisionConfig
-        from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
-
-        depth = max(1, round(32 * place.scale))
-        num_heads = max(1, round(16 * place.scale))
-        config = Qwen2_5_VLVisionConfig(
-            depth=depth,
-            hidden_size=80 * num_heads,
-            num_heads=num_heads,
-            intermediate_size=max(64, round(3420 * place.scale)),
-            out_hidden_size=max(64, round(3584 * place.scale)),
-            fullatt_block_indexes=list(range(7, depth, 8)),
-        )
-        tower = _placed(Qwen2_5_VisionTransformerPretrainedModel(config), place)
+        tower = qwen2_5_vl_tower(place)
+        use_packed_attention(tower)
+        tower = fused_tower(tower)
+        config = tower.config
         side = edge // config.patch_size // 2 * 2
         width = config.in_channels * config.temporal_patch_size * config.patch_size**2
 
         def run(num_items: int) -> torch.Tensor:
             pixels = torch.randn(num_items * side * side, width, device=place.device, dtype=place.dtype)
-            grid = torch.tensor([[1, side, side]] * num_items, device=place.device)
-            rows: torch.Tensor = tower(pixels, grid_thw=grid).pooler_output
+            grids = [(1, side, side)] * num_items
+            tables = tower_tables(tower, grids)
+            rows: torch.Tensor = tower(pixels, grid_thw=torch.tensor(grids), **tables).pooler_output
             per_item: torch.Tensor = rows.unflatten(0, (num_items, -1))
             return per_item
 

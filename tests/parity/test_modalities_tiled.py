@@ -84,6 +84,17 @@ def one_picture(family: Family) -> EncoderInput:
     return unit
 
 
+def test_the_encoder_reads_no_value_of_the_device(saved: Saved) -> None:
+    """Tensors of the device `meta` have no values, so an encoder that reads one fails there. On CUDA it would wait."""
+    encoder: Any = saved.family.load_encoder(saved.directory, "cpu", "float32", ["image"])
+    units = [one_picture(saved.family)] * 2
+    expected = encoder.encode(units)
+    encoder._part.to("meta")
+    found = encoder.encode(units)
+    assert [each.device.type for each in found] == ["meta", "meta"]
+    assert [each.shape for each in found] == [each.shape for each in expected]
+
+
 def outcome(family: Family, directory: Path) -> list[torch.Tensor]:
     """Returns a feature, embeddings, their logits, and the sums of the weights: everything that depends on a
     checkpoint's weights."""

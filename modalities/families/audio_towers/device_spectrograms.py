@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
+from modalities.device_copies import to_device, to_host
 from modalities.families.audio_towers.sound_plans import SoundHalf
 from modalities.family import EncoderInput, Waveform
 from modalities.media import (
@@ -58,7 +59,8 @@ def _on_host(spectrograms: Sequence[torch.Tensor]) -> list[npt.NDArray[np.float3
     encoder limits how much of that memory they take."""
     if not spectrograms:
         return []
-    values: npt.NDArray[np.float32] = torch.cat(list(spectrograms)).cpu().numpy()
+    (joined,) = to_host([torch.cat(list(spectrograms))])
+    values: npt.NDArray[np.float32] = joined.numpy()
     return np.split(values, np.cumsum([len(one) for one in spectrograms])[:-1])
 
 
@@ -89,7 +91,7 @@ class DeviceResampler:
         found: list[torch.Tensor] = [torch.empty(0)] * len(waveforms)
         for rate in sorted({waveform.rate for waveform in waveforms}):
             at = [index for index, waveform in enumerate(waveforms) if waveform.rate == rate]
-            sounds = [torch.from_numpy(waveforms[index].samples).to(self._device) for index in at]
+            sounds = [to_device(waveforms[index].samples, self._device) for index in at]
             made = sounds if rate == self._rate else self._of_one_rate(sounds, rate)
             for index, samples in zip(at, made, strict=True):
                 found[index] = _fitted(samples, waveforms[index].num_samples)

@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.models.qwen2_5_omni.modeling_qwen2_5_omni import Qwen2_5OmniAudioEncoder
 
+from modalities.device_copies import to_device
 from modalities.families.audio_towers.sound_encoder import (
-    Segments,
     SoundEncoder,
     batched,
     load_tower,
@@ -22,6 +22,7 @@ from modalities.families.audio_towers.sound_encoder import (
 )
 from modalities.families.audio_towers.sound_plans import halved
 from modalities.family import EncoderInput
+from modalities.packed_attention import Segments
 
 
 def load_encoder(model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]) -> SoundEncoder:
@@ -38,7 +39,7 @@ def _rows(tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
     chunks = [chunk for pieces in units for chunk in pieces]
     lengths = torch.tensor([len(chunk) for chunk in chunks])
     values = batched(chunks, int(lengths.max()), tower.conv1.weight)
-    is_sound = (torch.arange(values.shape[2]) < lengths[:, None])[:, None].to(values.device)
+    is_sound = to_device((torch.arange(values.shape[2]) < lengths[:, None])[:, None], values.device)
     values = functional.gelu(tower.conv1(values)) * is_sound
     values = functional.gelu(tower.conv2(values)).transpose(1, 2)
     values = values + tower.positional_embedding.positional_embedding[: values.shape[1]].to(values.dtype)
@@ -46,7 +47,7 @@ def _rows(tower: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
     rows = taken(values, num_rows)
     segments = Segments(num_rows, rows.device)
     for layer in tower.layers:
-        (rows,) = layer(rows, segments.whole, segments=segments)
+        (rows,) = layer(rows, segments.bounds, max_seqlen=segments.max_length, segments=(segments,))
     pooled = pooled_pairs(rows, [sum(halved(len(chunk), 1) for chunk in pieces) for pieces in units])
     made: torch.Tensor = tower.proj(tower.ln_post(torch.cat(pooled)))
     per_unit: Sequence[torch.Tensor] = made.split([len(unit) for unit in pooled])

@@ -22,16 +22,15 @@ from transformers.models.qwen2_audio.modeling_qwen2_audio import (
 
 from modalities.checkpoint_files import names_of_others
 from modalities.families.audio_towers.sound_encoder import (
-    Segments,
     SoundEncoder,
     batched,
     pooled_pairs,
-    register_attention,
     taken,
 )
 from modalities.families.audio_towers.sound_plans import halved
 from modalities.families.causal_lm.language_model import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
+from modalities.packed_attention import Segments, use_packed_attention
 
 _NAMES = {r"^(model\.)?(audio_tower|multi_modal_projector)\.": r"\2."}
 
@@ -50,7 +49,8 @@ def load_encoder(model_dir: Path, place: tuple[str, str]) -> SoundEncoder:
     """Loads the encoder and the projector. `place` is (device, dtype). Raises ConfigError if a weight is missing."""
     config = read_pretrained_config(model_dir)
     names = PartNames(_NAMES, names_of_others("sound", "projector"))
-    part = load_part(AudioHalf, model_dir, config, names, place, register_attention())
+    part = load_part(AudioHalf, model_dir, config, names, place, "sdpa")
+    use_packed_attention(part)
     return SoundEncoder(part, _rows)
 
 
@@ -64,7 +64,7 @@ def _rows(part: Any, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
     rows = taken(values, num_rows)
     segments = Segments(num_rows, rows.device)
     for layer in tower.layers:
-        rows = layer(rows[None], None, segments=segments)[0]
+        rows = layer(rows[None], None, segments=(segments,))[0]
     pooled = pooled_pairs(rows, num_rows)
     made: torch.Tensor = part.multi_modal_projector(tower.layer_norm(torch.cat(pooled)))
     per_unit: Sequence[torch.Tensor] = made.split([len(unit) for unit in pooled])

@@ -18,9 +18,10 @@ from torch.nn import functional
 from transformers import PreTrainedConfig
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder
 
-from modalities.families.audio_towers.sound_encoder import Segments, SoundEncoder, batched, load_tower
+from modalities.families.audio_towers.sound_encoder import SoundEncoder, batched, load_tower
 from modalities.families.audio_towers.sound_plans import SoundHalf, halved
 from modalities.family import EncoderInput
+from modalities.packed_attention import Segments
 
 _NUM_CONVOLUTIONS = 3
 _CHUNKS_IN_CACHE = 8
@@ -54,7 +55,7 @@ def _rows(tower: Any, inputs: Sequence[EncoderInput], hop: int) -> Sequence[torc
     rows = _convolved(tower, chunks, widths)
     segments = Segments(num_rows, rows.device)
     for layer in tower.layers:
-        (rows,) = layer(rows, segments.whole, segments=segments)
+        (rows,) = layer(rows, segments.bounds, max_seqlen=segments.max_length, segments=(segments,))
     made: torch.Tensor = tower.proj2(tower.act(tower.proj1(tower.ln_post(rows))))
     per_unit: Sequence[torch.Tensor] = made.split(num_rows)
     return per_unit

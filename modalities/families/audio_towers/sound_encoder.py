@@ -1,9 +1,8 @@
 """Encodes the spectrograms of many sounds into features, in one packed forward pass.
 
 `SoundEncoder` runs a tower, and a function of the tower's module computes the rows. The layers of a tower are
-transformers' own. They receive all rows in one sequence and call `attend`, which computes attention within `Segments`:
-a row sees only the rows of its own segment. Segments of equal length are computed together. The functions at the end
-pack and unpack batches for the towers.
+transformers' own. They receive all rows in one sequence, and attend within the segments of
+`modalities.packed_attention`. The functions at the end pack and unpack batches for the towers.
 
 This module knows nothing of requests or queues, and of no particular tower.
 """
@@ -18,10 +17,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from fabric.contracts import ConfigError
 from modalities.checkpoint_files import names_of_others
+from modalities.device_copies import to_device
 from modalities.families.causal_lm.language_model import PartNames, load_part
 from modalities.family import EncoderInput
+from modalities.packed_attention import use_packed_attention
 
 
 class SoundRows(Protocol):
@@ -49,64 +49,11 @@ _TOWER_NAMES = PartNames({r"^(thinker\.)?(model\.)?audio_tower\.": ""}, names_of
 def load_tower(
     kind: type[PreTrainedModel], model_dir: Path, config: PreTrainedConfig, place: tuple[str, str]
 ) -> PreTrainedModel:
-    """Loads an Omni model's audio tower, with the attention of this module.
-    `config` is the model's `audio_config`; `place` is (device, dtype). Raises ConfigError if a weight is missing."""
-    tower: PreTrainedModel = load_part(kind, model_dir, config, _TOWER_NAMES, place, register_attention())
+    """Loads an Omni model's audio tower, with packed attention. `config` is the model's `audio_config`; `place` is
+    (device, dtype). Raises ConfigError if a weight is missing."""
+    tower: PreTrainedModel = load_part(kind, model_dir, config, _TOWER_NAMES, place, "sdpa")
+    use_packed_attention(tower)
     return tower
-
-
-# ------------------------------------------------------------ attention within segments
-
-ATTENTION_NAME = "weft_segments"
-
-
-class Segments:
-    """Holds the lengths of consecutive segments, and the indexes of the rows of all segments of equal length."""
-
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        self.lengths = list(lengths)
-        starts = torch.tensor([0, *self.lengths]).cumsum(0)
-        counts = torch.tensor(self.lengths)
-        self.groups: list[torch.Tensor] = [
-            (starts[:-1][counts == length][:, None] + torch.arange(length)).to(device)
-            for length in sorted(set(self.lengths))
-        ]
-        """Holds the indexes of rows, one tensor for each length. Each is int64 and has shape
-        `(num_segments, length)`."""
-        self.whole = torch.tensor([0, sum(self.lengths)])
-        """Holds the bounds of all rows as one sequence, for modules that would otherwise cut the rows themselves."""
-
-
-def attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    segments: Segments | None = None,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
-    """Computes the attention within each segment; transformers' attention modules call this function.
-
-    `query` has shape `(1, num_heads, num_rows, head_dim)`, the result `(1, num_rows, num_heads, head_dim)`. Raises
-    ConfigError if `segments` is missing."""
-    if segments is None:
-        raise ConfigError("the audio tower does not pass the keyword `segments` to its attention, which needs it")
-    packed = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    out = torch.empty_like(packed[0])
-    for rows in segments.groups:
-        q, k, v = (tensor[rows].transpose(1, 2) for tensor in packed)
-        out[rows] = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scaling).transpose(1, 2)
-    return out[None], None
-
-
-def register_attention() -> str:
-    """Registers `attend` with transformers for this process and returns its name. The function is idempotent."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(ATTENTION_NAME, attend)
-    return ATTENTION_NAME
 
 
 # ------------------------------------------------------------ batches
@@ -118,7 +65,7 @@ def batched(pieces: Sequence[np.ndarray], num_frames: int, like: torch.Tensor) -
     batch = np.zeros((len(pieces), pieces[0].shape[1], num_frames), dtype=np.float32)
     for index, piece in enumerate(pieces):
         batch[index, :, : len(piece)] = piece.T
-    return torch.from_numpy(batch).to(like.device, like.dtype)
+    return to_device(batch, like.device, like.dtype)
 
 
 def taken(batch: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:

@@ -195,6 +195,7 @@ def load_part(
             part, info = load_pretrained(
                 part_kind,
                 tensors,
+                device,
                 config=config,
                 key_mapping=dict(names.own),
                 dtype=weight_dtype,

@@ -5,8 +5,8 @@ A family's `Checkpoint` names its transformers classes, and loads their parts fr
 tower for sounds, and the text half. Only this module knows the weight names of vision tower and text half.
 `load_encoder` returns a `VisionEncoder`, or an `OmniEncoder` with one tower per modality. `fused_tower` rebuilds the
 blocks of a vision tower from their own weights, with few large operations: query, key and value are one product and are
-rotated together; residuals and gate are computed within the products; windows of one size attend in one call; the
-convolution over patches, which do not overlap, is computed as the product that it equals. Blocks, mergers and patch
+rotated together; residuals and gate are computed within the products; all windows attend in one call; the convolution
+over patches, which do not overlap, is computed as the product that it equals. Blocks, mergers and patch
 embedding take and return what the original ones did, so the tower around them remains that of transformers.
 
 The module knows nothing of requests and queues.
@@ -16,24 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from fabric.contracts import ConfigError
 from modalities.checkpoint_files import names_of_others
+from modalities.device_copies import join_on_device
 from modalities.families.causal_lm.fused_layers import GatedMlp, RowNorm, rotate
 from modalities.families.causal_lm.language_model import PartNames, load_part
 from modalities.families.causal_lm.projection import project, projection_of
 from modalities.families.qwen_vl.layout import AUDIO, IMAGE, VIDEO, QwenVLConfig
+from modalities.families.qwen_vl.tower_tables import tower_tables
 from modalities.family import EncoderInput, EncoderModel
 from modalities.media import VideoRows
+from modalities.packed_attention import Segments, attend_packed, segments_of, use_packed_attention
 from modalities.video_features import thinned
 
 # ------------------------------------------------------------ the encoders
@@ -72,14 +73,14 @@ class VisionEncoder:
         and neither do the temporal patches of a video."""
         if not inputs:
             return []
-        pixels = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
-        grids = torch.tensor([unit.grid for unit in inputs], dtype=torch.int64)
-        output = self._tower(
-            pixels.to(self._tower.device, self._tower.dtype), grid_thw=grids.to(self._tower.device), return_dict=True
-        )
+        tower = self._tower
+        grids = [unit.grid for unit in inputs]
+        tables = tower_tables(tower, grids)
+        pixels = join_on_device([unit.pixels for unit in inputs], tower.device, tower.dtype)
+        output = tower(pixels, grid_thw=torch.tensor(grids), return_dict=True, **tables)
         deepstack = output.deepstack_features if self._has_deepstack else ()
         levels = torch.stack([output.pooler_output, *deepstack])
-        num_tokens = (grids.prod(-1) // self._tower.spatial_merge_size**2).tolist()
+        num_tokens = [prod(grid) // tower.spatial_merge_size**2 for grid in grids]
         features = zip(inputs, levels.split(num_tokens, dim=1), strict=True)
         return [_thinned_unit(unit, feature).contiguous() for unit, feature in features]
 
@@ -142,7 +143,9 @@ class Checkpoint:
         kind = type("VisionTower", (self.tower,), {})
         vision_config = self._model_config(model_dir, config).vision_config
         names = PartNames(_VISION_NAMES, names_of_others("vision"))
-        return load_part(kind, model_dir, vision_config, names, (device, dtype), "sdpa")
+        tower: PreTrainedModel = load_part(kind, model_dir, vision_config, names, (device, dtype), "sdpa")
+        use_packed_attention(tower)
+        return tower
 
     def load_sound_tower(self, model_dir: Path, config: QwenVLConfig, place: tuple[str, str]) -> EncoderModel:
         """Loads the encoder of sounds; `place` is (device, dtype). Raises ConfigError, also for a family that does not
@@ -213,7 +216,8 @@ BLOCKS = frozenset(
 
 def fused_tower(tower: Any) -> Any:
     """Replaces the blocks, the patch embedding and the mergers' products of `tower`, a vision tower of transformers, in
-    place, and returns it. Blocks that are not known here stay unchanged."""
+    place, and returns it. Blocks that are not known here stay unchanged. Calls of the tower must then pass the keywords
+    of `tower_tables`."""
     for index, block in enumerate(tower.blocks):
         if type(block).__name__ in BLOCKS:
             tower.blocks[index] = FusedVisionBlock(block)
@@ -245,11 +249,14 @@ class FusedVisionBlock(nn.Module):
         hidden_states: torch.Tensor,
         cu_seqlens: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        segments: Sequence[Segments] = (),
         **_: Any,
     ) -> torch.Tensor:
-        """Takes and returns `(num_patches, hidden)`. Patches attend within the segments that start at `cu_seqlens`
-        `(num_segments + 1,)`; the rotary table is (cos, sin), each `(num_patches, head_dim)`."""
-        hidden = self.attention(self.before_attention(hidden_states), hidden_states, cu_seqlens, position_embeddings)
+        """Takes and returns `(num_patches, hidden)`. Patches attend within the one of `segments` whose bounds are
+        `cu_seqlens`; the rotary table is (cos, sin), each `(num_patches, head_dim)`. Raises ConfigError if there are no
+        such segments."""
+        layout = segments_of(segments, cu_seqlens)
+        hidden = self.attention(self.before_attention(hidden_states), hidden_states, layout, position_embeddings)
         out: torch.Tensor = self.mlp(self.before_mlp(hidden), hidden)
         return out
 
@@ -282,7 +289,7 @@ class FusedVisionAttention(nn.Module):
         self,
         x: torch.Tensor,
         residual: torch.Tensor,
-        cu_seqlens: torch.Tensor,
+        segments: Segments,
         table: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Takes and returns `(num_patches, hidden)`."""
@@ -290,23 +297,8 @@ class FusedVisionAttention(nn.Module):
         rotated, v = heads.split([2 * self.num_heads, self.num_heads], dim=1)
         cos, sin = (each.float()[None] for each in table)
         q, k = rotate(rotated.float(), cos, sin).to(x.dtype).split(self.num_heads, dim=1)
-        attended = attend_within(q, k, v, cu_seqlens.diff().tolist(), self.scaling)
+        attended = attend_packed(q, k, v, segments, self.scaling)
         return self.output.plus(attended.flatten(1), residual)
-
-
-def attend_within(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float
-) -> torch.Tensor:
-    """Computes attention without a mask within consecutive segments of `lengths` rows; each tensor has shape
-    `(num_rows, num_heads, head_dim)`. Neighbouring segments of one length are computed in one call."""
-    done, start = [], 0
-    for length, run in groupby(lengths):
-        end = start + length * len(list(run))
-        queries, keys, values = (each[start:end].unflatten(0, (-1, length)).transpose(1, 2) for each in (q, k, v))
-        attended = scaled_dot_product_attention(queries, keys, values, scale=scaling)
-        done.append(attended.transpose(1, 2).flatten(0, 1))
-        start = end
-    return done[0] if len(done) == 1 else torch.cat(done)
 
 
 class PlainMlp(nn.Module):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModel, InternVLConfig, LlavaConfig, LlavaOnevisionConfig, PreTrainedModel
@@ -31,6 +30,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import (
 )
 
 from modalities.checkpoint_files import names_of_others
+from modalities.device_copies import join_on_device
 from modalities.families.causal_lm.language_model import PartNames, load_part, read_pretrained_config
 from modalities.family import EncoderInput
 from modalities.media import VideoRows
@@ -54,8 +54,8 @@ class TileEncoder:
         """Returns the features of each unit, of shape `(1, num_tokens, hidden)`. Tiles do not attend to each other."""
         if not inputs:
             return []
-        tiles = torch.from_numpy(np.concatenate([unit.pixels for unit in inputs]))
-        rows = self._rows_of(self._part, tiles.to(self._part.device, self._part.dtype), inputs)
+        tiles = join_on_device([unit.pixels for unit in inputs], self._part.device, self._part.dtype)
+        rows = self._rows_of(self._part, tiles, inputs)
         return [unit[None].contiguous() for unit in rows]
 
 
