@@ -2,8 +2,9 @@
 
 `feature_channel` defines how a worker pulls features out of an encoder's memory; `local_channel` implements it inside
 one process and `nixl_channel` between processes, both with the sink of `pulling`. `arena` decides where slots lie in
-the memory of both sides. `message_plane` defines how members send each other small messages and implements it inside
-one process; `zmq_plane` implements it between processes. `ports` chooses the port of everything that listens.
+the memory of both sides; `transfer_memory` says what that memory is, `cuda_memory` provides that of devices, and
+`routes` says how bytes reach them. `message_plane` defines how members send each other small messages and implements it
+inside one process; `zmq_plane` implements it between processes. `ports` chooses the port of everything that listens.
 `stage_connector` defines how the stages of a pipeline hand data to each other and implements it inside one process;
 `shm_stage_connector` implements it between the processes of a host and `nixl_stage_connector` between hosts.
 `membership` keeps leases, the directory of all members, and the routers to which a member listens.
@@ -13,12 +14,14 @@ what a feature or a message means, and it imports neither torch nor ray.
 """
 
 from fabric.transport.arena import Arena, ArenaUsage, Slot
+from fabric.transport.cuda_memory import device_memory, num_devices, pinned_bytes
 from fabric.transport.feature_channel import (
     ALIGNMENT_BYTES,
     HEADER_BYTES,
     FeatureSink,
     FeatureSource,
     LandedFeature,
+    SlotMemory,
     SourceMemory,
     SourceSlot,
 )
@@ -34,6 +37,17 @@ from fabric.transport.shm_stage_connector import (
     stage_directory,
 )
 from fabric.transport.stage_connector import InboxEntry, LocalStageConnector, LocalStageHub, StageConnector
+from fabric.transport.transfer_memory import (
+    CopyEvent,
+    DeviceView,
+    HostBytes,
+    HostMemory,
+    MakeMemory,
+    MemoryPlace,
+    SlotView,
+    TransferMemory,
+    begin_copy,
+)
 from fabric.transport.zmq_plane import PlaneKeys, ZmqPlane
 
 __all__ = [
@@ -41,10 +55,14 @@ __all__ = [
     "HEADER_BYTES",
     "Arena",
     "ArenaUsage",
+    "CopyEvent",
+    "DeviceView",
     "Directory",
     "FeatureSink",
     "FeatureSource",
     "Handler",
+    "HostBytes",
+    "HostMemory",
     "InboxEntry",
     "LandedFeature",
     "LeaseTable",
@@ -55,7 +73,9 @@ __all__ = [
     "LocalPlane",
     "LocalStageConnector",
     "LocalStageHub",
+    "MakeMemory",
     "Membership",
+    "MemoryPlace",
     "NixlFeatureSink",
     "NixlFeatureSource",
     "NixlStageConnector",
@@ -65,16 +85,23 @@ __all__ = [
     "RouterTable",
     "SharedMemoryStageConnector",
     "Slot",
+    "SlotMemory",
+    "SlotView",
     "SourceMemory",
     "SourceSlot",
     "StageConnector",
+    "TransferMemory",
     "View",
     "ViewChange",
     "ZmqPlane",
+    "begin_copy",
     "bind_free",
     "check_installed",
+    "device_memory",
     "join_host_port",
     "listen",
+    "num_devices",
+    "pinned_bytes",
     "remove_inboxes_without_owner",
     "stage_directory",
 ]
