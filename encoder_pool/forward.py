@@ -24,7 +24,9 @@ import torch
 from encoder_pool.decode_process import check_inputs
 from encoder_pool.planning import FeatureSpec, ForwardResult, ForwardUnit, SoundJob, SoundResult
 from fabric.contracts import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
+from fabric.transport import begin_copy
 from modalities.family import EncoderInput, EncoderModel, Spectrograms
+from modalities.slot_tensors import slot_tensor, write_slot
 from modalities.torch_dtypes import dtype_name, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -145,8 +147,8 @@ class ForwardThread:
         shape = spec.shape(unit.num_tokens, unit.num_levels)
         if given.nbytes != spec.nbytes(unit.num_tokens, unit.num_levels):
             return FeatureMismatch(f"a given feature has {given.nbytes} bytes, but shape {shape} was planned")
-        unit.buffer[:] = given
-        if not is_finite([torch.from_numpy(unit.buffer).view(torch_dtype(spec.dtype))]):
+        begin_copy(given, unit.buffer).wait()
+        if not is_finite([slot_tensor(unit.buffer).view(torch_dtype(spec.dtype))]):
             return FeatureMismatch("a given feature has numbers that are not finite")
         return None
 
@@ -158,8 +160,7 @@ class ForwardThread:
         if tuple(feature.shape) != expected or dtype_name(feature.dtype) != spec.dtype:
             given = f"shape {tuple(feature.shape)} and dtype {dtype_name(feature.dtype)}"
             return FeatureMismatch(f"a feature has {given}, but shape {expected} and dtype {spec.dtype} were planned")
-        payload = feature.contiguous().view(torch.uint8).reshape(-1)
-        torch.from_numpy(unit.buffer).copy_(payload)
+        write_slot(unit.buffer, feature.contiguous().view(torch.uint8).reshape(-1))
         return None
 
 

@@ -147,12 +147,13 @@ class HostMemory:
 
     granule_bytes = HOST_GRANULE_BYTES
 
-    def __init__(self, nbytes: int, allocate: Callable[[int], HostBytes] | None = None) -> None:
+    def __init__(self, nbytes: int, allocate: Callable[[int], HostBytes | None] | None = None) -> None:
         """Allocates `nbytes`, rounded down to whole granules. `allocate` may give memory that a device reads and writes
-        faster (`cuda_memory.pinned_bytes`)."""
+        faster (`cuda_memory.pinned_bytes`); if it returns None, the memory is plain."""
         nbytes -= nbytes % HOST_GRANULE_BYTES
         wanted = nbytes + HOST_GRANULE_BYTES
-        raw = np.empty(wanted, dtype=np.uint8) if allocate is None else allocate(wanted)
+        found = None if allocate is None else allocate(wanted)
+        raw = np.empty(wanted, dtype=np.uint8) if found is None else found
         skip = -raw.ctypes.data % HOST_GRANULE_BYTES
         self.array: HostBytes = raw[skip : skip + nbytes]
         self.place = MemoryPlace("DRAM", self.array.ctypes.data, nbytes)
