@@ -106,7 +106,7 @@ class MetricRow(NamedTuple):
         things."""
         words = self.name.removesuffix("_total").split("_")
         if words[-2:-1] == ["per"]:
-            return f"seconds per {words[-1]}"
+            return f"{NAME_TO_METRIC_UNIT.get(words[-3], 'seconds')} per {words[-1]}"
         return NAME_TO_METRIC_UNIT.get(words[-1], "number")
 
 

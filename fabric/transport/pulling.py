@@ -274,6 +274,7 @@ class PullingSink:
             pull.leg = _Leg.PROBE
         elif pull.leg is _Leg.PROBE:
             self._routes.end_measurement(pull.link)
+            self._tell_measured(pull.link)
             pull.leg = _Leg.PAYLOAD
         try:
             return self._post(pull)
@@ -361,6 +362,11 @@ class PullingSink:
                 self._routes.note_failure(pull.link, probe.route)
             else:
                 self._routes.note(pull.link, probe, seconds)
+
+    def _tell_measured(self, link: LinkKey) -> None:
+        rates = [f"{route.name.lower()} {rate / 1e9:.2f} GB/s" for route, rate in self._routes.rates(link).items()]
+        taken = self._routes.route(link).name.lower()
+        _LOG.info("reads of %s memory of %s: %s; taken: %s", link.kind, link.source, ", ".join(rates), taken)
 
     def _check_deadline(self, pull: _Pull) -> None:
         if not pull.is_given_up and self._clock.now() >= pull.deadline_s:

@@ -118,7 +118,17 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_the_first_pull_measures_both_routes_and_the_faster_one_is_taken(rig: Rig) -> None:
+def test_the_first_pull_measures_both_routes_and_the_faster_one_is_taken(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "fabric")
+    rig.reader.kind_to_s = {"VRAM": NBYTES / 1e9, "DRAM": NBYTES / 1e10}
+    rig.land()
+    assert caplog.messages == ["reads of VRAM memory of encoder-1: direct 1.00 GB/s, staged 10.00 GB/s; taken: staged"]
+    rig.check_empty()
+
+
+def test_a_measurement_is_made_once(rig: Rig) -> None:
     landed = rig.sink.pull(ticket(), 100.0).result(WAIT_S)
     assert rig.reader.posted == [*PROBES, ("DRAM", NBYTES), ("DRAM", 8)]
     assert landed.is_staged
