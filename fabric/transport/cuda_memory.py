@@ -137,11 +137,10 @@ def _free(function: str, pointer: int) -> None:
 class CudaMemory:
     """Implements `fabric.transport.TransferMemory` with one block on a device."""
 
-    granule_bytes = _GRANULE_BYTES
-
-    def __init__(self, nbytes: int, device_id: int = 0) -> None:
-        """Allocates at least `nbytes`. Raises ConfigError if the device has no room for them."""
-        nbytes += -nbytes % _GRANULE_BYTES
+    def __init__(self, nbytes: int, device_id: int = 0, granule_bytes: int = _GRANULE_BYTES) -> None:
+        """Allocates at least `nbytes`, in whole granules. Raises ConfigError if the device has no room for them."""
+        self.granule_bytes = granule_bytes
+        nbytes += -nbytes % granule_bytes
         pointer, stream = ctypes.c_void_p(), ctypes.c_void_p()
         self._lock = threading.Lock()
         with _on_device(device_id):

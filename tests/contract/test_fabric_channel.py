@@ -1,5 +1,6 @@
 """Runs one suite for every feature channel: a copy inside one process, and NIXL from a process of its own, each with
-slots in the host's memory, on a simulated device, and on one that is reached over the host.
+slots in the host's memory, on a simulated device, on one that is reached over the host, and on a CUDA device if there
+is one.
 
 A frozen source is one that was stopped before the sink ever connected; a pull from it then stays in progress.
 """
@@ -17,7 +18,7 @@ import pytest
 from fabric_peers import ARENA_BYTES, Peer, World, landed_bytes, payload
 
 from fabric.contracts import ArenaFull, LeaseLost, ManualClock, ProtocolError, TransferFailed, UnitTooLarge
-from fabric.transport import HEADER_BYTES, DeviceView, FeatureSink, LandedFeature
+from fabric.transport import HEADER_BYTES, DeviceView, FeatureSink, LandedFeature, num_devices
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 5.0
@@ -32,6 +33,11 @@ WORLDS = [
     pytest.param((transport, memory), id=f"{transport}-{memory}", marks=marks)
     for transport, marks in (("local", []), ("nixl", [pytest.mark.nixl]))
     for memory in ("host", "device", "staged")
+]
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(num_devices() == 0, reason="no CUDA device")]
+WORLDS += [
+    pytest.param(("local", "cuda"), id="local-cuda", marks=CUDA),
+    pytest.param(("nixl", "cuda"), id="nixl-cuda", marks=[pytest.mark.nixl, *CUDA]),
 ]
 
 
@@ -114,7 +120,7 @@ def test_a_feature_lands_whole_again_and_again(world: World, peer: Peer, sink: F
         landed = sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S)
         assert np.array_equal(landed_bytes(landed), payload(seed, NBYTES))
         assert landed.ticket == ticket
-        assert landed.is_staged == (world.memory == "staged")
+        assert world.memory == "cuda" or landed.is_staged == (world.memory == "staged")
         assert address_of(landed) % 64 == 0
         assert sink.usage().used_bytes == SLOT_BYTES
         sink.free(landed.slot_id)

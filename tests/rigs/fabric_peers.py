@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,8 @@ from fabric.transport import (
     SlotMemory,
     SourceSlot,
     begin_copy,
+    device_memory,
+    pinned_bytes,
 )
 from fabric.transport.routes import Route
 
@@ -43,6 +46,14 @@ def payload(seed: int, nbytes: int) -> np.ndarray:
 def landed_bytes(landed: LandedFeature) -> np.ndarray:
     """Returns what a consumer finds in the slot: uint8 `(nbytes,)`."""
     return landed.view.copy()
+
+
+def memory_maker(transport: str, memory: str) -> MakeMemory:
+    """Returns what allocates the memory of a source or a sink (see `World`). A real device has the granules of the host
+    here, because tests count the bytes of slots."""
+    if memory in ("host", "cuda"):
+        return HostMemory if memory == "host" else partial(device_memory(0), granule_bytes=64)
+    return FakeDeviceMemory if transport == "local" else registered_as_host
 
 
 class Stock:
@@ -135,11 +146,11 @@ class LocalPeer(Stock):
         self._hub.kill(self.name)
 
 
-def _serve(connection: Any, name: str, is_on_device: bool) -> None:
+def _serve(connection: Any, name: str, memory: str) -> None:
     """Serves a source in the other process: it receives commands and sends results until the pipe ends."""
     from fabric.transport import NixlFeatureSource
 
-    stock = Stock(NixlFeatureSource(name, ARENA_BYTES, make_memory=registered_as_host if is_on_device else HostMemory))
+    stock = Stock(NixlFeatureSource(name, ARENA_BYTES, make_memory=memory_maker("nixl", memory)))
     try:
         while True:
             command, arguments = connection.recv()
@@ -154,11 +165,11 @@ def _serve(connection: Any, name: str, is_on_device: bool) -> None:
 class ProcessPeer:
     """A `ProcessPeer` is a NIXL source in a spawned process; signals make it freeze and die."""
 
-    def __init__(self, is_on_device: bool = False) -> None:
+    def __init__(self, memory: str = "host") -> None:
         self.name = f"enc-{os.getpid()}-{next(_NAMES)}"
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, self.name, is_on_device), daemon=True)
+        self._process = spawn.Process(target=_serve, args=(theirs, self.name, memory), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -227,33 +238,30 @@ class World:
     their own."""
 
     def __init__(self, transport: str, memory: str = "host") -> None:
-        """`memory` says where slots lie: `host`, `device` (which is simulated) or `staged` (on a device that is reached
-        over the host)."""
+        """`memory` says where slots lie: `host`, `device` (which is simulated), `staged` (on a device that is reached
+        over the host) or `cuda` (on a real device, with both routes)."""
         self.transport, self.memory = transport, memory
         self.hub = LocalChannelHub()
         self.shared: list[Peer] = []
 
-    @property
-    def _make_memory(self) -> MakeMemory:
-        if self.memory == "host":
-            return HostMemory
-        return FakeDeviceMemory if self.transport == "local" else registered_as_host
-
     def make_peer(self) -> Peer:
         if self.transport == "local":
-            return LocalPeer(self.hub, self._make_memory)
-        return ProcessPeer(is_on_device=self.memory != "host")
+            return LocalPeer(self.hub, memory_maker("local", self.memory))
+        return ProcessPeer(self.memory)
 
     def make_sink(self, total_bytes: int, clock: Clock) -> FeatureSink:
         from fabric.transport import NixlFeatureSink
 
-        staging = SlotMemory(STAGING_BYTES) if self.memory == "staged" else None
-        options = {"make_memory": self._make_memory, "staging": staging}
+        staging = None
+        if self.memory in ("staged", "cuda"):
+            allocate = pinned_bytes if self.memory == "cuda" else None
+            staging = SlotMemory(STAGING_BYTES, make_memory=partial(HostMemory, allocate=allocate))
+        options = {"make_memory": memory_maker(self.transport, self.memory), "staging": staging}
         if self.transport == "local":
             sink = LocalFeatureSink(self.hub, "worker", total_bytes, clock, **options)
         else:
             sink = NixlFeatureSink("worker", total_bytes, clock, **options)
-        if staging is not None:
+        if self.memory == "staged":
             sink._routes.route = lambda key: Route.STAGED
         return sink
 
