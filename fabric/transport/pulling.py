@@ -366,7 +366,11 @@ class PullingSink:
     def _tell_measured(self, link: LinkKey) -> None:
         rates = [f"{route.name.lower()} {rate / 1e9:.2f} GB/s" for route, rate in self._routes.rates(link).items()]
         taken = self._routes.route(link).name.lower()
-        _LOG.info("reads of %s memory of %s: %s; taken: %s", link.kind, link.source, ", ".join(rates), taken)
+        text = f"reads of {link.kind} memory of {link.source}: {', '.join(rates)}; taken: {taken}"
+        if link.kind == "VRAM" and self._routes.is_slow(link):
+            _LOG.warning("%s; both are slow, so features in the host's memory of the source may come faster", text)
+        else:
+            _LOG.info("%s", text)
 
     def _check_deadline(self, pull: _Pull) -> None:
         if not pull.is_given_up and self._clock.now() >= pull.deadline_s:

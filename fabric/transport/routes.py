@@ -25,6 +25,11 @@ ones the time to begin decides, and with large ones the bandwidth."""
 STAGED_GAIN = 1.1
 """The staged route must be faster by this factor, because it also takes host memory and bandwidth."""
 
+SLOW_BYTES_PER_S = 1e9
+SLOW_FROM_BYTES = 1 << 20
+"""A link to a device that reads a payload of this size at less than this rate is slow on either route: host memory is
+read faster between two processes (8 MiB in 1 ms), and over the networks for which devices are bought."""
+
 
 class Route(enum.Enum):
     DIRECT = enum.auto()
@@ -115,6 +120,12 @@ class LinkRoutes:
     def rates(self, key: LinkKey) -> dict[Route, float]:
         """Returns the measured bytes per second of each route."""
         return dict(self._links[key].route_to_rate) if key in self._links else {}
+
+    def is_slow(self, key: LinkKey) -> bool:
+        """Returns whether the faster route was measured to be slow."""
+        link = self._links.get(key, _Link())
+        fastest = max(link.route_to_rate.values(), default=0.0)
+        return link.measured_bytes >= SLOW_FROM_BYTES and fastest < SLOW_BYTES_PER_S
 
     def forget(self, source: str) -> None:
         """Forgets a source's links: when it comes back, it may be elsewhere."""

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from fabric.transport.routes import PROBE_BYTES, STAGED_GAIN, LinkKey, LinkRoutes, Probe, Route
+import pytest
+
+from fabric.transport.routes import (
+    PROBE_BYTES,
+    SLOW_BYTES_PER_S,
+    SLOW_FROM_BYTES,
+    STAGED_GAIN,
+    LinkKey,
+    LinkRoutes,
+    Probe,
+    Route,
+)
 
 LINK = LinkKey("encoder-1", "VRAM")
+SLOW_S = SLOW_FROM_BYTES / SLOW_BYTES_PER_S
 
 
 def measure(routes: LinkRoutes, link: LinkKey, nbytes: int, direct_s: float, staged_s: float) -> list[Probe]:
@@ -104,6 +116,24 @@ def test_where_both_routes_fail_the_link_stays_direct_and_is_measured_again() ->
     routes.end_measurement(LINK)
     assert routes.route(LINK) is Route.DIRECT
     assert routes.begin(LINK, PROBE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "direct_s", "staged_s", "is_slow"),
+    [
+        (SLOW_FROM_BYTES, 2 * SLOW_S, 1.01 * SLOW_S, True),
+        (SLOW_FROM_BYTES, 2 * SLOW_S, 0.99 * SLOW_S, False),
+        (SLOW_FROM_BYTES, 0.99 * SLOW_S, 2 * SLOW_S, False),
+        (SLOW_FROM_BYTES - 1, 2 * SLOW_S, 2 * SLOW_S, False),
+    ],
+)
+def test_a_link_is_slow_if_both_routes_are_for_a_large_payload(
+    nbytes: int, direct_s: float, staged_s: float, is_slow: bool
+) -> None:
+    routes = LinkRoutes(has_staging=True)
+    assert not routes.is_slow(LINK)
+    measure(routes, LINK, nbytes, direct_s, staged_s)
+    assert routes.is_slow(LINK) is is_slow
 
 
 def test_a_source_that_is_forgotten_is_measured_again() -> None:

@@ -128,6 +128,19 @@ def test_the_first_pull_measures_both_routes_and_the_faster_one_is_taken(
     rig.check_empty()
 
 
+@pytest.mark.parametrize("kind", ["VRAM", "DRAM"])
+def test_a_device_that_is_slow_to_read_is_a_warning(
+    rig: Rig, kind: MemoryKind, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the host's memory there is nothing to warn of: no other place for features is faster."""
+    monkeypatch.setattr("fabric.transport.routes.SLOW_FROM_BYTES", NBYTES)
+    landed = rig.sink.pull(msgspec.structs.replace(ticket(), memory_kind=kind), 100.0).result(WAIT_S)
+    rig.sink.free(landed.slot_id)
+    warnings = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == (kind == "VRAM")
+    assert all("direct 0.00 GB/s, staged 0.00 GB/s; taken: staged; both are slow" in each for each in warnings)
+
+
 def test_a_measurement_is_made_once(rig: Rig) -> None:
     landed = rig.sink.pull(ticket(), 100.0).result(WAIT_S)
     assert rig.reader.posted == [*PROBES, ("DRAM", NBYTES), ("DRAM", 8)]
