@@ -3,7 +3,9 @@ is in this module.
 
 `CudaMemory` is one block from plain `cudaMalloc`. Memory of torch's allocator may come in segments that are mapped
 piece by piece (`expandable_segments`); such memory can't be shared between processes by handle, so UCX silently reads
-it over TCP. `pinned_bytes` allocates page-locked memory of the host: only that is copied while the caller goes on.
+it over TCP. `pinned_bytes` allocates page-locked memory of the host: only that is copied while the caller goes on. It
+consists of ordinary pages that are registered with CUDA, because the kernel lets other processes and RDMA devices read
+those, and not surely what CUDA would allocate itself.
 
 Copies run on a stream of the block's own that does not wait for the streams of a model. So a copy *to* the device must
 not begin before the model's kernels have read what it replaces, and a copy *from* it not before they have written: the
@@ -18,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import mmap
 import threading
 import weakref
 from collections.abc import Iterator
@@ -38,7 +41,7 @@ _SUCCESS, _NOT_READY = 0, 600
 _COPY_BY_ADDRESSES = 4  # cudaMemcpyDefault: the addresses say which way the bytes go
 _STREAM_WITHOUT_WAITS = 1  # cudaStreamNonBlocking: it does not wait for the default stream
 _EVENT_WITHOUT_TIMES = 2  # cudaEventDisableTiming
-_PINNED_FOR_ALL = 1  # cudaHostAllocPortable: pinned for every device of the process
+_PINNED_FOR_ALL = 1  # cudaHostRegisterPortable: pinned for every device of the process
 _CAPTURE_RELAXED = 2  # cudaStreamCaptureModeRelaxed: the recording of a graph in another thread forbids no call here
 
 
@@ -111,20 +114,15 @@ def _on_device(device_id: int) -> Iterator[None]:
 
 
 def pinned_bytes(nbytes: int) -> HostBytes:
-    """Allocates page-locked memory of the host. It is freed when no array refers to it any more. Raises ConfigError if
-    there is not enough."""
-    address = ctypes.c_void_p()
-    _call(
-        "cudaHostAlloc",
-        ctypes.byref(address),
-        ctypes.c_size_t(nbytes),
-        ctypes.c_uint(_PINNED_FOR_ALL),
-        error=ConfigError,
-    )
-    assert address.value is not None
-    memory = (ctypes.c_uint8 * nbytes).from_address(address.value)
-    # At the exit of the process, its memory goes without a call, and the driver may be gone by then.
-    weakref.finalize(memory, _free, "cudaFreeHost", address.value).atexit = False
+    """Allocates page-locked memory of the host, all of it at once. It is freed when no array refers to it any more.
+    Raises ConfigError if the system does not lock so much."""
+    memory = (ctypes.c_uint8 * nbytes).from_buffer(mmap.mmap(-1, nbytes))
+    address = ctypes.addressof(memory)
+    size, flags = ctypes.c_size_t(nbytes), ctypes.c_uint(_PINNED_FOR_ALL)
+    _call("cudaHostRegister", ctypes.c_void_p(address), size, flags, error=ConfigError)
+    # The finalizer runs before the pages are given back. At the exit of the process, its memory goes without a call,
+    # and the driver may be gone by then.
+    weakref.finalize(memory, _free, "cudaHostUnregister", address).atexit = False
     return np.ctypeslib.as_array(memory)
 
 

@@ -83,12 +83,12 @@ def test_a_host_that_pins_nothing_gives_plain_memory_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def pin(nbytes: int) -> np.ndarray:
-        raise ConfigError("cudaHostAlloc failed: out of memory (2)")
+        raise ConfigError("cudaHostRegister failed: out of memory (2)")
 
     monkeypatch.setattr(feature_memory, "pinned_bytes", pin)
     memory = encoder_memory(config({**GPU, "arena_bytes": 4096}, GPU))
     assert memory.make(4096).place.nbytes == 4096
-    assert "cudaHostAlloc failed: out of memory (2)" in caplog.text
+    assert "cudaHostRegister failed: out of memory (2)" in caplog.text
 
 
 def test_a_gpu_has_pinned_memory_of_the_host_beside_it(pinned: list[int]) -> None:

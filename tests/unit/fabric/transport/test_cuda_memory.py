@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,15 +70,20 @@ class FakeRuntime:
         self.calls.append(f"cudaMalloc on {self.device}")
         return self._allocate(pointer, nbytes.value)
 
-    def cudaHostAlloc(self, pointer: Any, nbytes: Any, flags: Any) -> int:
+    def cudaHostRegister(self, pointer: Any, nbytes: Any, flags: Any) -> int:
         assert flags.value == 1
-        return self._allocate(pointer, nbytes.value)
+        assert pointer.value % mmap.PAGESIZE == 0
+        if nbytes.value > self.room_bytes:
+            return OUT_OF_MEMORY
+        self.blocks[pointer.value] = nbytes.value
+        return 0
 
     def cudaFree(self, pointer: Any) -> int:
         del self.blocks[pointer.value]
         return 0
 
-    def cudaFreeHost(self, pointer: Any) -> int:
+    def cudaHostUnregister(self, pointer: Any) -> int:
+        ctypes.memset(pointer, 0, self.blocks[pointer.value])  # The pages are still there.
         return self.cudaFree(pointer)
 
     def _make(self, handle: Any, flags: Any, expected: int) -> int:
@@ -151,7 +157,7 @@ def test_copies_bring_bytes_both_ways_and_end_with_their_event(runtime: FakeRunt
 def test_errors_name_the_call_and_the_reason(runtime: FakeRuntime) -> None:
     with pytest.raises(ConfigError, match=r"cudaMalloc failed: the reason \(2\)"):
         CudaMemory(1 << 21)
-    with pytest.raises(ConfigError, match="cudaHostAlloc failed"):
+    with pytest.raises(ConfigError, match="cudaHostRegister failed"):
         pinned_bytes(1 << 21)
     memory = CudaMemory(4096)
     event = memory.write(0, np.zeros(8, np.uint8))
