@@ -99,11 +99,12 @@ def num_devices() -> int:
 
 
 @contextlib.contextmanager
-def _on_device(device_id: int) -> Iterator[None]:
-    """Makes the device current for the calling thread during the block, and then the one that was current before."""
+def _on_device(device_id: int, error: type[WeftError] = TransferFailed) -> Iterator[None]:
+    """Makes the device current for the calling thread during the block, and then the one that was current before.
+    Raises `error` if that is impossible."""
     before = ctypes.c_int(0)
-    _call("cudaGetDevice", ctypes.byref(before))
-    _call("cudaSetDevice", ctypes.c_int(device_id))
+    _call("cudaGetDevice", ctypes.byref(before), error=error)
+    _call("cudaSetDevice", ctypes.c_int(device_id), error=error)
     try:
         yield
     finally:
@@ -141,7 +142,7 @@ class CudaMemory:
         nbytes += -nbytes % granule_bytes
         pointer, stream = ctypes.c_void_p(), ctypes.c_void_p()
         self._lock = threading.Lock()
-        with _on_device(device_id):
+        with _on_device(device_id, ConfigError):
             _call("cudaMalloc", ctypes.byref(pointer), ctypes.c_size_t(nbytes), error=ConfigError)
             assert pointer.value is not None
             # Freeing waits for the device, so no copy that is under way writes into memory of another owner.

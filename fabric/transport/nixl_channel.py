@@ -154,6 +154,7 @@ class NixlFeatureSource(SourceMemory):
         self._thread.join()
 
     def _serve(self) -> None:
+        failures: tuple[type[Exception], ...] = (*self._agent.errors, TransferFailed)
         try:
             self.slots.backing.enter_thread()
             while not self._stop.is_set():
@@ -161,7 +162,7 @@ class NixlFeatureSource(SourceMemory):
                 self._wake.wait(_BUSY_PAUSE_S if self._is_busy() else _IDLE_PAUSE_S)
                 self._wake.clear()
             self._turn()
-        except self._agent.errors:
+        except failures:
             _LOG.exception("the progress thread of %s failed, so its features can't be read any more", self.name)
         finally:
             self._agent.close()

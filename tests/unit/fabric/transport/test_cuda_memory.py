@@ -16,7 +16,7 @@ from fabric.contracts import ConfigError, TransferFailed
 from fabric.transport import cuda_memory
 from fabric.transport.cuda_memory import CudaMemory, device_memory, num_devices, pinned_bytes
 
-OUT_OF_MEMORY, NOT_READY, LAUNCH_FAILED = 2, 600, 719
+OUT_OF_MEMORY, INVALID_DEVICE, NOT_READY, LAUNCH_FAILED = 2, 101, 600, 719
 
 
 class FakeRuntime:
@@ -55,6 +55,8 @@ class FakeRuntime:
         return 0
 
     def cudaSetDevice(self, number: Any) -> int:
+        if number.value >= self.num_devices:
+            return INVALID_DEVICE
         self.device = number.value
         return 0
 
@@ -159,6 +161,8 @@ def test_errors_name_the_call_and_the_reason(runtime: FakeRuntime) -> None:
         CudaMemory(1 << 21)
     with pytest.raises(ConfigError, match="cudaHostRegister failed"):
         pinned_bytes(1 << 21)
+    with pytest.raises(ConfigError, match=r"cudaSetDevice failed: the reason \(101\)"):
+        CudaMemory(4096, device_id=2)
     memory = CudaMemory(4096)
     event = memory.write(0, np.zeros(8, np.uint8))
     runtime.code = LAUNCH_FAILED
@@ -168,7 +172,7 @@ def test_errors_name_the_call_and_the_reason(runtime: FakeRuntime) -> None:
         event.wait()
     with pytest.raises(TransferFailed, match="cudaMemcpyAsync failed"):
         memory.write(0, np.zeros(8, np.uint8))
-    assert runtime.calls.count("cudaGetLastError") == 5
+    assert runtime.calls.count("cudaGetLastError") == 6
     runtime.pending.clear()
 
 
