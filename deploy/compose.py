@@ -160,9 +160,10 @@ def member_place(config: ClusterConfig, kind: str, node_labels: Mapping[str, str
     """Returns what is known of the place of an encoder, or of a worker whose rank 0 is in this process. `node_labels`
     are those that Ray knows."""
     if kind == "encoder":
-        return find_place(config.encoders.device, node_labels=node_labels)
+        return find_place(config.encoders.device, 1, node_labels, config.is_arena_on_device)
     if kind == "worker":
-        return find_place(config.workers.device, config.workers.tensor_parallel, node_labels)
+        num_devices = config.workers.tensor_parallel
+        return find_place(config.workers.device, num_devices, node_labels, config.is_inbox_on_device)
     return MemberPlace()
 
 

@@ -224,7 +224,13 @@ class EncoderSection(Section):
     """Sets the number of CPUs that Ray reserves for each encoder; 0 reserves none."""
     arena_bytes: Bytes | None = None
     """Sets the size of each encoder's memory for features. With None, the encoders share 16 GB equally,
-    or an eighth of the machine's memory if that is less."""
+    or an eighth of the machine's memory if that is less; on a device it is 2 GB."""
+    arena_device: Literal["host", "auto", "device"] = "host"
+    """Says where an encoder keeps its features: in the host's memory, or in that of its GPU, from where workers read
+    them. `auto` means the GPU if encoders and workers compute on CUDA. A cluster in one process uses the host's."""
+    spill_bytes: Bytes | None = None
+    """Sets the size of each encoder's memory of the host for features that find no room on the GPU. It counts only
+    where the arena is on the GPU; with None it is what `arena_bytes` would be on the host."""
     max_batch_cost: int = Field(default_of(EncoderConfig, "max_batch_cost"), ge=1)
     """Limits the patches (or mel frames) of one forward pass; the default fits 16 pictures of 448 x 448. An encoder may
     hold four times as many that are decoded and wait."""
@@ -271,6 +277,12 @@ class EncoderSection(Section):
     def _check_scaling(self) -> EncoderSection:
         if self.replicas == 0 and self.autoscaling.max_replicas:
             raise ValueError("replicas is 0, so there are no encoders that autoscaling could scale; remove one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_arena(self) -> EncoderSection:
+        if self.arena_device == "device" and self.device != "cuda":
+            raise ValueError(f"arena_device is device, but device is {self.device}, which has no memory of its own")
         return self
 
 
@@ -335,7 +347,10 @@ class WorkerSection(Section):
     """Says whether workers keep the KV blocks of earlier prompts and use them again for prompts that begin the same."""
     inbox_bytes: Bytes | None = None
     """Sets the size of each worker's memory for features. With None, the workers share 4 GB equally,
-    or a sixteenth of the machine's memory if that is less."""
+    or a sixteenth of the machine's memory if that is less; on a device it is 1 GB."""
+    inbox_device: Literal["host", "auto", "device"] = "host"
+    """Says where features land: in the host's memory, or in that of the worker's GPU. `auto` means the GPU if encoders
+    and workers compute on CUDA. A cluster in one process uses the host's memory."""
     keep_features: Literal["auto", "always", "never"] = default_of(WorkerConfig, "keep_features")
     """Says whether features stay in host memory after prefill; `auto` keeps those that were needed before."""
     kept_bytes: Bytes = default_of(WorkerConfig, "kept_bytes")
@@ -369,6 +384,12 @@ class WorkerSection(Section):
     def most_replicas(self) -> int:
         """Returns the largest number of workers that the cluster may have."""
         return self.autoscaling.max_replicas or self.replicas
+
+    @model_validator(mode="after")
+    def _check_inbox(self) -> WorkerSection:
+        if self.inbox_device == "device" and self.device != "cuda":
+            raise ValueError(f"inbox_device is device, but device is {self.device}, which has no memory of its own")
+        return self
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -452,6 +473,20 @@ class ClusterConfig(Section):
     """Allows a `gpus_per_replica` that is not a whole number, so that encoders and workers share a GPU."""
     threads_per_replica: int = Field(1, ge=1)
     """Limits the threads with which each encoder and worker computes on a CPU."""
+
+    @property
+    def is_arena_on_device(self) -> bool:
+        """Returns whether encoders that have a process of their own keep features in the memory of their GPU."""
+        return self.encoders.arena_device == "device" or (self.encoders.arena_device == "auto" and self._is_all_on_cuda)
+
+    @property
+    def is_inbox_on_device(self) -> bool:
+        """Returns whether features land in the memory of the GPU of a worker that has a process of its own."""
+        return self.workers.inbox_device == "device" or (self.workers.inbox_device == "auto" and self._is_all_on_cuda)
+
+    @property
+    def _is_all_on_cuda(self) -> bool:
+        return self.encoders.device == self.workers.device == "cuda"
 
     @property
     def num_stage_replicas(self) -> int:

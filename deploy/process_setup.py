@@ -33,6 +33,9 @@ SWITCHES = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "NIXL_LOG_LEVEL": "ERROR",
     "UCX_LOG_LEVEL": "error",
+    # Where no NVLink leaves a GPU, UCX would read the memory of another one over TCP instead of the bus (UCX's pull
+    # request 7566; NIXL's 2208 sets this in later versions).
+    "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",

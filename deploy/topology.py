@@ -37,8 +37,8 @@ def find_place(
 ) -> MemberPlace:
     """Returns what is known of the place of a member that computes on `num_devices` of the kind `device`, `cpu` or
     `cuda`. `node_labels` come from Ray; those of the environment replace them. With `are_features_on_device`, features
-    travel from or to the memory of the device; today they lie in host memory, so no link is NVLink. Raises ConfigError
-    for labels that are not written as `name=value`."""
+    travel from or to the memory of the device; otherwise they lie in host memory, so no link is NVLink. Raises
+    ConfigError for labels that are not written as `name=value`."""
     labels = dict(node_labels or {}) | parse_labels(os.environ.get(LABELS_VARIABLE, ""))
     domain = nvlink_domain(_device_uuid(), run_nvidia_smi) if device == "cuda" and are_features_on_device else ""
     return MemberPlace(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.sizing import staging_bytes
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
 from fabric.transport import FeatureSink, Plane
 from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, core_maker, engine_config
@@ -103,7 +104,15 @@ def build_vllm_worker(
         is_multimodal=bool(family.max_items),
         options=on_cpu | dict(section.vllm),
     )
-    made = engine_config(settings, sink, sink.usage().total_bytes, str(member_id))
+    inbox = {
+        "address": sink.address,
+        "name": str(member_id),
+        "inbox_bytes": sink.usage().total_bytes,
+        "staging_bytes": staging_bytes(config),
+        "device": section.device,
+        "is_on_device": config.is_inbox_on_device,
+    }
+    made = engine_config(settings, inbox)
     clock = SystemClock()
     grammars = GrammarCompiler(
         TextCodec.load(model.directory),

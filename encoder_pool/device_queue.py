@@ -183,7 +183,7 @@ class DeviceQueue:
             if self._is_first_refused(unit):
                 self._refused.forget()
             num_levels = self._num_levels(unit)
-            units.append(ForwardUnit(self._jobs.forward_started(unit.key), unit.num_tokens, slot.buffer, num_levels))
+            units.append(ForwardUnit(self._jobs.forward_started(unit.key), unit.num_tokens, slot.view, num_levels))
             taken.append(unit)
         if taken:
             self._submit(taken, units, done)

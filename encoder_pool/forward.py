@@ -25,8 +25,10 @@ from encoder_pool.decode_process import check_inputs
 from encoder_pool.device_streams import DeviceStreams, HostStreams
 from encoder_pool.planning import FeatureSpec, ForwardResult, ForwardUnit, SoundJob, SoundResult
 from fabric.contracts import EncodeFailed, EncoderLost, FeatureMismatch, WeftError
+from fabric.transport import DeviceView, begin_copy
 from modalities.device_copies import to_host
 from modalities.family import EncoderInput, EncoderModel, Spectrograms
+from modalities.slot_tensors import slot_tensor, write_slot
 from modalities.torch_dtypes import dtype_name, torch_dtype
 
 logger = logging.getLogger(__name__)
@@ -122,32 +124,37 @@ class ForwardThread:
     def _encode(self, units: Sequence[ForwardUnit]) -> list[WeftError | None]:
         if units[0].input.features is not None:
             return [self._store_given(unit) for unit in units]
-        features = self._features([unit.input for unit in units])
+        # A feature whose slot lies on a device is written there from the device, without the host between them.
+        stays = any(isinstance(unit.buffer, DeviceView) for unit in units)
+        features = self._features([unit.input for unit in units], stays_on_device=stays)
         if len(features) != len(units):
             raise FeatureMismatch(
                 f"the encoder must give {len(units)} features, one for each unit, not {len(features)}"
             )
         return [self._store(unit, feature) for unit, feature in zip(units, features, strict=True)]
 
-    def _features(self, inputs: Sequence[EncoderInput]) -> Sequence[torch.Tensor]:
-        """Returns the features of `inputs`, in host memory. Computes them a second time if they are not finite, because
-        a fault of the device may be transient. Raises FloatingPointError if they are not finite again."""
-        features, are_finite = self._computed(inputs)
+    def _features(self, inputs: Sequence[EncoderInput], *, stays_on_device: bool = False) -> Sequence[torch.Tensor]:
+        """Returns the features of `inputs`, complete and in host memory unless they are to stay on the device. Computes
+        them a second time if they are not finite, because a fault of the device may be transient. Raises
+        FloatingPointError if they are not finite again."""
+        features, are_finite = self._computed(inputs, stays_on_device=stays_on_device)
         if not are_finite:
             logger.warning("the features of a batch of %d are not finite; the batch is computed again", len(inputs))
-            features, are_finite = self._computed(inputs)
+            features, are_finite = self._computed(inputs, stays_on_device=stays_on_device)
         if not are_finite:
             raise FloatingPointError("the features of the encoder are not finite")
         return features
 
-    def _computed(self, inputs: Sequence[EncoderInput]) -> tuple[Sequence[torch.Tensor], bool]:
-        """Returns the features of `inputs`, in host memory, and whether all their numbers are finite. Waits for the
-        device once."""
+    def _computed(
+        self, inputs: Sequence[EncoderInput], *, stays_on_device: bool
+    ) -> tuple[Sequence[torch.Tensor], bool]:
+        """Returns the features of `inputs`, and whether all their numbers are finite. Waits for the device once."""
         with self._streams.entered(inputs[0].modality):
             features = self._model.encode(inputs)
             if not features:
                 return features, True
-            sums, *features = to_host([sums_of(features), *features])
+            sums, *copies = to_host([sums_of(features), *(() if stays_on_device else features)])
+            features = features if stays_on_device else copies
         return features, is_finite(features, sums)
 
     def _units(self, sounds: Sequence[SoundJob]) -> list[list[EncoderInput]]:
@@ -167,8 +174,8 @@ class ForwardThread:
         shape = spec.shape(unit.num_tokens, unit.num_levels)
         if given.nbytes != spec.nbytes(unit.num_tokens, unit.num_levels):
             return FeatureMismatch(f"a given feature has {given.nbytes} bytes, but shape {shape} was planned")
-        unit.buffer[:] = given
-        stored = [torch.from_numpy(unit.buffer).view(torch_dtype(spec.dtype))]
+        begin_copy(given, unit.buffer).wait()
+        stored = [slot_tensor(unit.buffer).view(torch_dtype(spec.dtype))]
         if not is_finite(stored, sums_of(stored)):
             return FeatureMismatch("a given feature has numbers that are not finite")
         return None
@@ -181,8 +188,7 @@ class ForwardThread:
         if tuple(feature.shape) != expected or dtype_name(feature.dtype) != spec.dtype:
             given = f"shape {tuple(feature.shape)} and dtype {dtype_name(feature.dtype)}"
             return FeatureMismatch(f"a feature has {given}, but shape {expected} and dtype {spec.dtype} were planned")
-        payload = feature.contiguous().view(torch.uint8).reshape(-1)
-        torch.from_numpy(unit.buffer).copy_(payload)
+        write_slot(unit.buffer, feature.contiguous().view(torch.uint8).reshape(-1))
         return None
 
 
@@ -208,8 +214,7 @@ def sums_of(features: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def is_finite(features: Sequence[torch.Tensor], sums: torch.Tensor) -> bool:
-    """Returns whether every number of the features is finite. `sums` are their `sums_of`, and all lie in host
-    memory."""
+    """Returns whether every number of the features is finite. `sums` are their `sums_of`, in host memory."""
     # A number that is not finite makes its sum not finite, and a sum takes a fraction of the time of a test of each
     # number. A sum of finite numbers may overflow, so each number is tested before a feature counts as not finite.
     return all(map(math.isfinite, sums.tolist())) or all(bool(feature.isfinite().all()) for feature in features)

@@ -12,7 +12,8 @@ import sys
 class OperatorDeclarer:
     """Is a finder of modules that finds nothing, and declares the operators when torchvision is looked for."""
 
-    libraries = []
+    def __init__(self):
+        self.libraries = []
 
     def find_spec(self, name, path=None, target=None):
         if name == "torchvision":

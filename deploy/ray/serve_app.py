@@ -28,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy import compose
 from deploy.config import ClusterConfig, EncoderSection, RouterSection, WorkerSection
+from deploy.feature_memory import encoder_memory, worker_memory
 from deploy.http_server import router_server
 from deploy.live_config import LiveConfig, live_values
 from deploy.logs import configure_logs
@@ -41,7 +42,7 @@ from deploy.ray.replica_parts import change_levels, enter_cluster, find_member_p
 from deploy.ray.serve_scaling import load_stats, serve_autoscaling
 from deploy.ray.stage_replica import RayStagePool, StageReplica, stage_options
 from deploy.scaling import EncoderMeter, WorkerMeter
-from deploy.sizing import arena_bytes, inbox_bytes
+from deploy.sizing import inbox_bytes
 from deploy.speech_parts import close_connectors, open_connectors, stage_name
 from deploy.stages_config import StageSection
 from deploy.start_phases import LOADING, MEASURING, LoadingTeller
@@ -177,7 +178,8 @@ class EncoderReplica:
         model = compose.load_model(config, await asyncio.to_thread(compose.resolve_model_dir, config))
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
-        self._source = NixlFeatureSource(str(member_id), arena_bytes(config))
+        memory = await asyncio.to_thread(encoder_memory, config)
+        self._source = NixlFeatureSource(str(member_id), memory.nbytes, make_memory=memory.make, spill=memory.beside)
         tell = phase_teller(config.ray.cluster_name)
         tell("encoder", str(member_id), LOADING)
         with watched_loading(LoadingTeller(partial(tell, "encoder", str(member_id), LOADING))):
@@ -251,7 +253,7 @@ class WorkerReplica:
         model = compose.load_model(config, await asyncio.to_thread(compose.resolve_model_dir, config))
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, node.address, compose.port_range(config))
-        self._sink = open_sink(config, member_id)
+        self._sink = await asyncio.to_thread(open_sink, config, member_id)
         self._connectors = await asyncio.to_thread(open_connectors, config, THINKER_STAGE)
         endpoint = WorkerEndpoint(member_id, self._plane, self._sink, self._connectors)
         tell = phase_teller(config.ray.cluster_name)
@@ -427,7 +429,8 @@ def open_sink(config: ClusterConfig, member_id: MemberId) -> FeatureSink:
 
     if config.workers.engine == "vllm":
         return open_vllm_sink(config, inbox_bytes(config))
-    return NixlFeatureSink(str(member_id), inbox_bytes(config))
+    memory = worker_memory(config)
+    return NixlFeatureSink(str(member_id), memory.nbytes, make_memory=memory.make, staging=memory.beside)
 
 
 def rank_bundles(config: ClusterConfig) -> list[dict[str, float]]:

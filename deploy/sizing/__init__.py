@@ -17,6 +17,8 @@ from deploy.sizing.budget import (
     inbox_bytes,
     machine_bytes,
     refuse_if_too_small,
+    spill_bytes,
+    staging_bytes,
 )
 from deploy.sizing.planned_cluster import GpuDevice, Machine, PlannedCluster, plan_cluster
 from deploy.sizing.stored_weights import read_stored_weights
@@ -33,4 +35,6 @@ __all__ = [
     "plan_cluster",
     "read_stored_weights",
     "refuse_if_too_small",
+    "spill_bytes",
+    "staging_bytes",
 ]

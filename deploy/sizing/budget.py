@@ -3,7 +3,8 @@
 `plan_budget` adds up the pools of an encoder, of a worker, and of each stage that speaks. `budget_lines` makes a table
 of them for people, and `refuse_if_too_small` refuses a config that is too small when a cluster starts. `arena_bytes`
 and `inbox_bytes` say how large the arenas for features are, which the plan counts and the replicas allocate: what the
-config says, and otherwise a published budget, limited by the memory of the machine.
+config says, and otherwise a published budget, limited by the memory of the machine. `spill_bytes` and `staging_bytes`
+say the same of the host's memory beside arenas on a device.
 
 The module reads config files, the headers of weight files and the size of the machine's memory. It allocates nothing
 and knows nothing of processes that run.
@@ -86,7 +87,8 @@ def plan_budget(
     if modalities:
         processes.insert(0, _encoder(config, family, weights, largest))
         for item in largest:
-            problems += arena_shortfall("encoders: arena_bytes", shape, arena_bytes(config), dtype, item)
+            largest_arena = max(arena_bytes(config), spill_bytes(config))
+            problems += arena_shortfall("encoders: arena_bytes", shape, largest_arena, dtype, item)
     if config.stages is not None:
         processes += _stages(config, model.directory, family, weights)
     return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems))
@@ -137,7 +139,13 @@ def _worker(
             Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
             *_spoken_rows(config, family),
-            Row("inbox", taken.inbox, "host", _room(family, taken.inbox, dtype, largest)),
+            Row(
+                "inbox",
+                taken.inbox,
+                place if config.is_inbox_on_device else "host",
+                _room(family, taken.inbox, dtype, largest),
+            ),
+            *_beside("staging", staging_bytes(config), "pinned, for features on slow ways to the device"),
             Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
             Row("grammars", section.grammar_bytes, "host", "at most, compiled grammars of structured output"),
         ),
@@ -160,11 +168,22 @@ def _encoder(
         (
             _weights_row(weights and weights.num_encoder, dtype, place),
             Row("workspace", workspace, place, f"estimate, batches of {num_patches} patches"),
-            Row("arena", arena_bytes(config), "host", _room(family, arena_bytes(config), dtype, largest)),
+            Row(
+                "arena",
+                arena_bytes(config),
+                place if config.is_arena_on_device else "host",
+                _room(family, arena_bytes(config), dtype, largest),
+            ),
+            *_beside("spill", spill_bytes(config), "pinned, for features without room on the device"),
             Row("decoding", section.max_decode_bytes, "host", "at most, in its decode processes"),
             Row("decoded", decoded, "host", f"at most, pixels of {compose.DECODED_BATCHES} batches or one item"),
         ),
     )
+
+
+def _beside(name: str, nbytes: int, note: str) -> list[Row]:
+    """Returns the row of what lies on the host beside an arena on a device."""
+    return [Row(name, nbytes, "host", note)] if nbytes else []
 
 
 def _spoken_rows(config: ClusterConfig, family: Family) -> list[Row]:
@@ -269,16 +288,41 @@ FEATURES_SHARE, STAGING_SHARE = 8, 16
 need room too."""
 
 
+DEVICE_FEATURES_BYTES, DEVICE_STAGING_BYTES = 2 * 10**9, 10**9
+"""The memory of a device is scarcer, and weights and KV blocks need it: an arena there is for features that workers are
+about to read, and what is kept longer lies on the host."""
+PINNED_STAGING_BYTES = 64 * 2**20
+"""A worker stages features in at most this much memory: each lies there only while it is copied to the device."""
+
+
 def arena_bytes(config: ClusterConfig) -> int:
     """Returns the size of each encoder's arena for features."""
-    section = config.encoders
-    return section.arena_bytes or _share(FEATURES_BYTES, FEATURES_SHARE, section.most_replicas)
+    default_bytes = DEVICE_FEATURES_BYTES if config.is_arena_on_device else _default_arena_bytes(config)
+    return config.encoders.arena_bytes or default_bytes
+
+
+def spill_bytes(config: ClusterConfig) -> int:
+    """Returns the size of each encoder's memory of the host for features without room on the device. It is 0 if the
+    arena is on the host."""
+    return (config.encoders.spill_bytes or _default_arena_bytes(config)) if config.is_arena_on_device else 0
+
+
+def _default_arena_bytes(config: ClusterConfig) -> int:
+    return _share(FEATURES_BYTES, FEATURES_SHARE, config.encoders.most_replicas)
 
 
 def inbox_bytes(config: ClusterConfig) -> int:
     """Returns the size of each worker's inbox, its arena for features."""
     section = config.workers
+    if config.is_inbox_on_device:
+        return section.inbox_bytes or DEVICE_STAGING_BYTES
     return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, section.most_replicas)
+
+
+def staging_bytes(config: ClusterConfig) -> int:
+    """Returns the size of each worker's pinned memory through which features may reach its device. It is 0 if the inbox
+    is on the host."""
+    return min(inbox_bytes(config), PINNED_STAGING_BYTES) if config.is_inbox_on_device else 0
 
 
 def machine_bytes() -> int:

@@ -106,7 +106,7 @@ class MetricRow(NamedTuple):
         things."""
         words = self.name.removesuffix("_total").split("_")
         if words[-2:-1] == ["per"]:
-            return f"seconds per {words[-1]}"
+            return f"{NAME_TO_METRIC_UNIT.get(words[-3], 'seconds')} per {words[-1]}"
         return NAME_TO_METRIC_UNIT.get(words[-1], "number")
 
 
@@ -223,8 +223,10 @@ def _own_docstring(owner: object) -> str:
     return " ".join(text.split())
 
 
-def _type(schema: Mapping[str, Any]) -> str:
-    """Returns a short name of the values that a JSON schema allows."""
+def _type(schema: Mapping[str, Any] | bool) -> str:
+    """Returns a short name of the values that a JSON schema allows. The schema True allows any value."""
+    if isinstance(schema, bool):
+        return "values"
     if "anyOf" in schema:
         return " or ".join("none" if each.get("type") == "null" else _type(each) for each in schema["anyOf"])
     if "enum" in schema:

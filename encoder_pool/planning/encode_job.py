@@ -21,7 +21,6 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from fabric.contracts import (
     AttemptId,
@@ -35,6 +34,7 @@ from fabric.contracts import (
     WeftError,
     feature_nbytes,
 )
+from fabric.transport import SlotView
 from modalities.family import EncoderInput, Waveform
 
 # ------------------------------------------------------------ jobs
@@ -361,8 +361,8 @@ class ForwardUnit(NamedTuple):
     input: EncoderInput
     num_tokens: int
     """Counts the planned rows of the feature."""
-    buffer: npt.NDArray[np.uint8]
-    """Views the bytes of the unit's slot in the arena, with shape `(nbytes,)`."""
+    buffer: SlotView
+    """Views the bytes of the unit's slot in the arena, with shape `(nbytes,)`; they lie on the host or on a device."""
     num_levels: int = 0
     """Has the meaning of `MediaItem.num_levels`."""
 

@@ -182,6 +182,16 @@ class LinkStats(msgspec.Struct, array_like=True):
             "has left.",
         ),
     ] = 0
+    num_staged: Annotated[
+        int, counter("weft_worker_transfers_staged", "Transfers through pinned memory of the host to a GPU.")
+    ] = 0
+    bytes_per_s: Annotated[
+        float,
+        gauge(
+            "weft_worker_transfer_bytes_per_second",
+            "Rate of the latest reads of units, where larger ones count for more; 0 until a unit was read.",
+        ),
+    ] = 0.0
 
 
 class PullTime(Wire, frozen=True):

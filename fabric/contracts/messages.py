@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -139,6 +140,10 @@ another dtype is refused. A dtype is a name here, because messages and configs c
 bfloat16; `modalities.torch_dtypes` maps it to torch's dtype."""
 
 
+MemoryKind: TypeAlias = Literal["DRAM", "VRAM"]
+"""Says whether memory belongs to the host or to a device; the names are those of NIXL."""
+
+
 class FeatureTicket(Wire, frozen=True):
     """A `FeatureTicket` says where a unit's feature lies and how to read it. The payload is C-contiguous and has shape
     `(num_levels, num_tokens, hidden)`."""
@@ -149,7 +154,7 @@ class FeatureTicket(Wire, frozen=True):
     """Holds the agent's connection metadata."""
     address: int
     """Holds the address of the payload in the source's registered memory; the 8-byte generation word lies at
-    `generation_address`."""
+    `generation_address`, always in the host's memory."""
     generation_address: int
     nbytes: int
     generation: int
@@ -158,6 +163,10 @@ class FeatureTicket(Wire, frozen=True):
     """Names a dtype of `DTYPE_TO_BYTES`."""
     lease_s: float
     """The source promises to hold the slot for this many seconds from receipt, unless it is released."""
+    memory_kind: MemoryKind = "DRAM"
+    """Says in which kind of memory the payload lies."""
+    device_id: int = 0
+    """Numbers the payload's device among those that the source's process sees."""
 
 
 def feature_nbytes(shape: tuple[int, int, int], dtype: str) -> int:

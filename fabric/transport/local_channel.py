@@ -8,11 +8,12 @@ module knows nothing of what the bytes mean.
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from fabric.contracts import Clock, FeatureTicket, SystemClock, TransferFailed
 from fabric.transport.feature_channel import SlotMemory, SourceMemory
 from fabric.transport.pulling import PullingSink, ReadState
+from fabric.transport.transfer_memory import CopyEvent, HostMemory, MakeMemory, MemoryPlace, SlotView, begin_copy
 
 
 class LocalChannelHub:
@@ -57,8 +58,15 @@ class LocalChannelHub:
 class LocalFeatureSource(SourceMemory):
     """Implements `fabric.transport.feature_channel.FeatureSource`: the hub leads readers to the memory."""
 
-    def __init__(self, hub: LocalChannelHub, name: str, total_bytes: int) -> None:
-        super().__init__(name, total_bytes)
+    def __init__(
+        self,
+        hub: LocalChannelHub,
+        name: str,
+        total_bytes: int,
+        make_memory: MakeMemory = HostMemory,
+        spill: SlotMemory | None = None,
+    ) -> None:
+        super().__init__(name, total_bytes, make_memory, spill)
         self._hub = hub
         hub.register(self)
 
@@ -70,38 +78,43 @@ class LocalFeatureSource(SourceMemory):
         self._hub.kill(self.name)
 
 
-class _Copy(NamedTuple):
+@dataclass(slots=True)
+class _Copy:
     source: str
-    address: int
-    offset: int
-    nbytes: int
+    place: MemoryPlace
+    target: SlotView
+    event: CopyEvent | None = None
 
 
 class _CopyReader:
     """Copies the bytes only when the state of the read is queried, so a frozen source's bytes come late, as real ones
     do."""
 
-    def __init__(self, hub: LocalChannelHub, slots: SlotMemory) -> None:
+    def __init__(self, hub: LocalChannelHub, memories: tuple[SlotMemory, ...]) -> None:
         self._hub = hub
-        self._slots = slots
+        self._memories = memories
 
-    def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> _Copy:
+    def post(self, ticket: FeatureTicket, source: MemoryPlace, target: MemoryPlace) -> _Copy:
         if self._hub.find(ticket.source) is None:
             raise TransferFailed(f"the feature source {ticket.source} does not exist in this process")
-        return _Copy(ticket.source, address, offset, nbytes)
+        view = _find(self._memories, target)
+        assert view is not None, "a sink reads into its own memory alone"
+        return _Copy(ticket.source, source, view)
 
     def state(self, read: _Copy) -> ReadState:
         source = self._hub.find(read.source)
         if source is None:
+            if read.event is not None:
+                read.event.wait()  # After the end of a read, nothing is written any more.
             return ReadState.FAILED
         if self._hub.is_frozen(read.source):
             return ReadState.PENDING
-        start = read.address - source.slots.address
-        end = start + read.nbytes
-        if start < 0 or end > source.slots.memory.size:
-            return ReadState.FAILED
-        self._slots.memory[read.offset : read.offset + read.nbytes] = source.slots.memory[start:end]
-        return ReadState.DONE
+        if read.event is None:
+            payload = _find(source.arenas, read.place)
+            if payload is None:
+                return ReadState.FAILED
+            read.event = begin_copy(payload, read.target)
+        return ReadState.DONE if read.event.is_done() else ReadState.PENDING
 
     def release(self, read: _Copy) -> None:
         """Does nothing, because a copy has no handle."""
@@ -114,9 +127,23 @@ class _CopyReader:
         """Does nothing, because there is nothing to free."""
 
 
+def _find(memories: tuple[SlotMemory, ...], place: MemoryPlace) -> SlotView | None:
+    """Returns the bytes of a range that lies in one of the memories, or None."""
+    return next((view for memory in memories if (view := memory.view(place)) is not None), None)
+
+
 class LocalFeatureSink(PullingSink):
     """A `LocalFeatureSink` is the pulling sink with a copy as its read."""
 
-    def __init__(self, hub: LocalChannelHub, name: str, total_bytes: int, clock: Clock | None = None) -> None:
-        slots = SlotMemory(total_bytes)
-        super().__init__(name, slots, _CopyReader(hub, slots), clock or SystemClock())
+    def __init__(
+        self,
+        hub: LocalChannelHub,
+        name: str,
+        total_bytes: int,
+        clock: Clock | None = None,
+        make_memory: MakeMemory = HostMemory,
+        staging: SlotMemory | None = None,
+    ) -> None:
+        slots = SlotMemory(total_bytes, make_memory=make_memory)
+        memories = (slots,) if staging is None else (slots, staging)
+        super().__init__(name, slots, _CopyReader(hub, memories), clock or SystemClock(), staging)

@@ -1,8 +1,8 @@
-"""Implements the feature channel between processes: NIXL READ over UCX, from DRAM to DRAM.
+"""Implements the feature channel between processes: NIXL READ over UCX, between memory of hosts and of devices.
 
-Each side registers its memory once. Tickets carry the agent's metadata (about a kilobyte), and a sink connects to a
-source at its first pull. NIXL writes logs of its own; the deployment sets `NIXL_LOG_LEVEL`. This module knows nothing
-of what the bytes mean.
+Each side registers its memory once, each block by its kind (`DRAM` or `VRAM`) and its device. Tickets carry the agent's
+metadata (about a kilobyte), and a sink connects to a source at its first pull. NIXL writes logs of its own; the
+deployment sets `NIXL_LOG_LEVEL`. This module knows nothing of what the bytes mean.
 
 One thread alone uses each agent after construction. NIXL's own progress thread spins on a core even when idle (measured
 with 1.5.1), so it is off. The sink's thread polls while it has transfers. The source's thread calls UCX every
@@ -25,6 +25,7 @@ from typing import Any
 from fabric.contracts import Clock, ConfigError, FeatureTicket, SystemClock, TransferFailed
 from fabric.transport.feature_channel import SlotMemory, SourceMemory, SourceSlot
 from fabric.transport.pulling import PullingSink, ReadState
+from fabric.transport.transfer_memory import HostMemory, MakeMemory, MemoryPlace
 
 _LOG = logging.getLogger(__name__)
 _MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
@@ -76,10 +77,11 @@ def _load_nixl() -> Any:
 
 
 class _Agent:
-    """An `_Agent` is a NIXL agent with one registered arena. It is not thread-safe."""
+    """An `_Agent` is a NIXL agent with registered memory. It is not thread-safe."""
 
-    def __init__(self, name: str, slots: SlotMemory) -> None:
-        """Starts the agent, which takes about half a second. Raises ConfigError when UCX cannot start."""
+    def __init__(self, name: str, memories: tuple[SlotMemory, ...]) -> None:
+        """Starts the agent, which takes about half a second. Raises ConfigError when UCX cannot start, or cannot reach
+        a device's memory."""
         self._api = _load_nixl()
         bindings = self._api.nixlBind
         self.errors: tuple[type[Exception], ...] = tuple(
@@ -89,12 +91,15 @@ class _Agent:
         config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
         try:
             self.nixl = self._api.nixl_agent(name, config)
-            region = [(slots.address, slots.memory.size, 0, "")]
-            self._registration = self.nixl.register_memory(region, mem_type="DRAM")
+            self._registrations = [
+                self.nixl.register_memory([(place.address, place.nbytes, place.device_id, "")], mem_type=place.kind)
+                for memory in memories
+                for place in memory.places
+            ]
             self.metadata: bytes = self.nixl.get_agent_metadata()
         except self.errors as error:
             raise ConfigError(f"the NIXL agent {name} can't start: {error}") from error
-        self._slots = slots
+        self._memories = memories
         """This reference keeps the memory alive as long as its registration."""
 
     def progress(self) -> None:
@@ -103,7 +108,8 @@ class _Agent:
 
     def close(self) -> None:
         try:
-            self.nixl.deregister_memory(self._registration)
+            for registration in self._registrations:
+                self.nixl.deregister_memory(registration)
         except self.errors as error:
             _LOG.warning("NIXL can't deregister the memory of its agent: %s", error)
         del self.nixl
@@ -113,10 +119,17 @@ class NixlFeatureSource(SourceMemory):
     """Implements `fabric.transport.feature_channel.FeatureSource`: an agent leads readers to the memory. `name` is the
     agent's name; it is unique in the cluster and never reused."""
 
-    def __init__(self, name: str, total_bytes: int, clock: Clock | None = None) -> None:
-        super().__init__(name, total_bytes)
+    def __init__(
+        self,
+        name: str,
+        total_bytes: int,
+        clock: Clock | None = None,
+        make_memory: MakeMemory = HostMemory,
+        spill: SlotMemory | None = None,
+    ) -> None:
+        super().__init__(name, total_bytes, make_memory, spill)
         self._clock = clock or SystemClock()
-        self._agent = _Agent(name, self.slots)
+        self._agent = _Agent(name, self.arenas)
         self.metadata = self._agent.metadata
         self._last_ticket_s = self._clock.now()
         self._stop = threading.Event()
@@ -141,13 +154,15 @@ class NixlFeatureSource(SourceMemory):
         self._thread.join()
 
     def _serve(self) -> None:
+        failures: tuple[type[Exception], ...] = (*self._agent.errors, TransferFailed)
         try:
+            self.slots.backing.enter_thread()
             while not self._stop.is_set():
                 self._turn()
                 self._wake.wait(_BUSY_PAUSE_S if self._is_busy() else _IDLE_PAUSE_S)
                 self._wake.clear()
             self._turn()
-        except self._agent.errors:
+        except failures:
             _LOG.exception("the progress thread of %s failed, so its features can't be read any more", self.name)
         finally:
             self._agent.close()
@@ -161,28 +176,27 @@ class NixlFeatureSource(SourceMemory):
         return self._clock.now() - self._last_ticket_s < _FRESH_TICKET_S
 
 
-_ABANDONED: list[tuple[_Agent, SlotMemory]] = []
+_ABANDONED: list[_Agent] = []
 
 
 class _NixlReader:
     """Implements `fabric.transport.pulling.Reader` over an agent. A source is identified by its name and its metadata:
     if one comes back under the same name with other metadata, the reader connects to it again."""
 
-    def __init__(self, agent: _Agent, slots: SlotMemory) -> None:
+    def __init__(self, agent: _Agent) -> None:
         self._agent = agent
-        self._slots = slots
         self._source_to_metadata: dict[str, bytes] = {}
         self._lost: set[str] = set()
         """Holds the sources whose connection broke; the next read connects again."""
         self._num_under_way: Counter[str] = Counter()
         """Counts, for each source, the reads whose handle is not released."""
 
-    def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> Any:
+    def post(self, ticket: FeatureTicket, source: MemoryPlace, target: MemoryPlace) -> Any:
         self._connect(ticket)
         nixl = self._agent.nixl
         try:
-            local = nixl.get_xfer_descs([(self._slots.address + offset, nbytes, 0)], "DRAM")
-            remote = nixl.get_xfer_descs([(address, nbytes, 0)], "DRAM")
+            local = nixl.get_xfer_descs([(target.address, target.nbytes, target.device_id)], target.kind)
+            remote = nixl.get_xfer_descs([(source.address, source.nbytes, source.device_id)], source.kind)
             handle = nixl.initialize_xfer("READ", local, remote, ticket.source)
         except self._agent.errors as error:
             raise TransferFailed(f"NIXL can't read from {ticket.source}: {error}") from error
@@ -229,7 +243,7 @@ class _NixlReader:
         frozen peer's bytes may still arrive, and memory that was given back by then could belong to other code (this
         has been seen to crash the interpreter)."""
         if any(self._num_under_way.values()):
-            _ABANDONED.append((self._agent, self._slots))
+            _ABANDONED.append(self._agent)
             return
         for source in list(self._source_to_metadata):
             self.disconnect(source)
@@ -261,8 +275,17 @@ class _NixlReader:
 
 
 class NixlFeatureSink(PullingSink):
-    """A `NixlFeatureSink` is the pulling sink with NIXL's READ. Its slots are registered once, at construction."""
+    """A `NixlFeatureSink` is the pulling sink with NIXL's READ. Its slots are registered once, at construction, and so
+    is the staging memory, if its slots are on a device and it has some."""
 
-    def __init__(self, name: str, total_bytes: int, clock: Clock | None = None) -> None:
-        slots = SlotMemory(total_bytes)
-        super().__init__(name, slots, _NixlReader(_Agent(name, slots), slots), clock or SystemClock())
+    def __init__(
+        self,
+        name: str,
+        total_bytes: int,
+        clock: Clock | None = None,
+        make_memory: MakeMemory = HostMemory,
+        staging: SlotMemory | None = None,
+    ) -> None:
+        slots = SlotMemory(total_bytes, make_memory=make_memory)
+        memories = (slots,) if staging is None else (slots, staging)
+        super().__init__(name, slots, _NixlReader(_Agent(name, memories)), clock or SystemClock(), staging)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from llm_workers.compute.paged_kv import DecodeRows, PagedKV, SequenceRows, Side
 from llm_workers.sampling import needs_all_rows, read_prompts, rows_to_finish, sample_step
 from llm_workers.scheduling import Chunk, FeatureReferences, Splice, StepPlan, StepResult
 from modalities.family import LanguageModel
+from modalities.slot_tensors import slot_tensor
 from modalities.torch_dtypes import torch_dtype
 
 
@@ -69,7 +70,8 @@ class Runner:
         # for numbers that are not finite, and then selects the wanted rows itself.
         is_read = any(chunk.reading is not None for chunk in plan.others)
         is_whole = any(chunk.side_names for chunk in plan.others) or (is_read and needs_all_rows(plan))
-        with self._side.storing(plan.others, starts) if self._side else nullcontext():
+        storing = self._side.storing(plan.others, starts) if self._side else nullcontext()
+        with ended_reads(None if feature_rows is None else embeddings), storing:
             early = None if is_whole else wanted
             hidden = self._model.forward(embeddings, positions, step, feature_rows, feature_levels, early)
         spoiled = self._spoiled_rows(hidden, rows, is_whole=is_whole)
@@ -209,6 +211,23 @@ def splice_features(
     return rows.to(embeddings.device), torch.cat(levels, dim=1)
 
 
+@contextmanager
+def ended_reads(embeddings: torch.Tensor | None) -> Iterator[None]:
+    """Returns from the block, also after an error, only when the device has read the features that were spliced into
+    `embeddings` before it. Features that lie on the device are read when it comes to them, and without this wait the
+    next feature could land in their slots before. What the block queues is not waited for. None stands for no
+    features."""
+    if embeddings is None or not embeddings.is_cuda:
+        yield
+        return
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(embeddings.device))
+    try:
+        yield
+    finally:
+        event.synchronize()
+
+
 class PlacedSplice(NamedTuple):
     """Describes a splice and its row in the packed input."""
 
@@ -234,7 +253,8 @@ class FeatureReader(Protocol):
 
 
 class ReferencedFeatures:
-    """Implements `FeatureReader` over the references that the engine holds, without a copy on the host."""
+    """Implements `FeatureReader` over the references that the engine holds, without a copy on the host. A feature that
+    landed on the device stays there."""
 
     def __init__(self, references: FeatureReferences) -> None:
         self._references = references
@@ -243,4 +263,4 @@ class ReferencedFeatures:
         """Returns a view of the feature of a readable unit, with shape `(num_levels, num_tokens, hidden)` and the dtype
         in which it was sent."""
         feature = self._references.feature(unit)
-        return torch.from_numpy(feature.buffer).view(torch_dtype(feature.ticket.dtype)).view(feature.ticket.shape)
+        return slot_tensor(feature.view).view(torch_dtype(feature.ticket.dtype)).view(feature.ticket.shape)

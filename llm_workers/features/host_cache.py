@@ -62,13 +62,13 @@ class HostCache:
         feature does not fit even without all features that are not lent, copies and drops nothing. `num_units` is the
         number of units of its item."""
         dropped: list[UnitKey] = []
-        nbytes = feature.buffer.nbytes
+        nbytes = feature.view.nbytes
         if nbytes > self.budget_bytes - self._lent_bytes:
             return dropped
         while self.used_bytes + nbytes > self.budget_bytes:
             dropped.append(next(iter(self._features)))
             self.drop(dropped[-1])
-        self._features[unit] = feature._replace(slot_id=NO_SLOT, buffer=feature.buffer.copy(), seconds=0.0)
+        self._features[unit] = feature._replace(slot_id=NO_SLOT, view=feature.view.copy(), seconds=0.0)
         self.used_bytes += nbytes
         self._log.unit_ready(unit, num_units)
         return dropped
@@ -76,20 +76,20 @@ class HostCache:
     def lend(self, unit: UnitKey) -> LandedFeature:
         """Lends a cached feature and counts a hit. The feature stays in memory until it is given back."""
         feature = self._lent[unit] = self._features.pop(unit)
-        self._lent_bytes += feature.buffer.nbytes
+        self._lent_bytes += feature.view.nbytes
         self._stats.num_kept_hits += 1
         return feature
 
     def give_back(self, unit: UnitKey) -> None:
         """Takes a lent feature back, which then counts as the most recently used one."""
         feature = self._features[unit] = self._lent.pop(unit)
-        self._lent_bytes -= feature.buffer.nbytes
+        self._lent_bytes -= feature.view.nbytes
 
     def drop(self, unit: UnitKey) -> None:
         """Drops a feature that is not lent. A unit that is not in the cache is ignored."""
         feature = self._features.pop(unit, None)
         if feature is not None:
-            self.used_bytes -= feature.buffer.nbytes
+            self.used_bytes -= feature.view.nbytes
             self._log.unit_gone(unit)
 
     def clear(self) -> None:
@@ -102,8 +102,8 @@ class HostCache:
     def check_invariants(self) -> None:
         """Asserts that the bytes are counted right and stay within the budget."""
         assert not self._features.keys() & self._lent.keys(), "a feature is lent but can be lent again"
-        lent_bytes = sum(feature.buffer.nbytes for feature in self._lent.values())
-        free_bytes = sum(feature.buffer.nbytes for feature in self._features.values())
+        lent_bytes = sum(feature.view.nbytes for feature in self._lent.values())
+        free_bytes = sum(feature.view.nbytes for feature in self._features.values())
         assert (self._lent_bytes, self.used_bytes) == (lent_bytes, lent_bytes + free_bytes), "bytes are counted wrong"
         assert self.used_bytes <= self.budget_bytes, "the budget is exceeded"
 

@@ -1,4 +1,4 @@
-"""Counts what a worker pulls, by the class of the link on which it comes.
+"""Counts what a worker pulls, by the class of the link on which it comes, and measures how fast it comes.
 
 The class of a link follows from the places of its two ends. The composition root passes the rule in, because it belongs
 to the planner. The module is pure, and knows nothing of what classes there are.
@@ -11,6 +11,8 @@ from copy import copy
 
 from fabric.contracts import LinkStats, Member, MemberId
 
+KEPT_PART = 0.9
+"""With each pull, this part remains of the earlier bytes and seconds behind a rate: about the last ten pulls count."""
 LinkClassOf = Callable[[Member, Member], str]
 """Returns the name of the class of the link over which the second member reads from the first."""
 UNKNOWN = "unknown"
@@ -25,6 +27,8 @@ class LinkMeter:
         self._class_of: LinkClassOf = lambda source, target: UNKNOWN
         self._source_to_link: dict[str, str] = {}
         self._link_to_stats: dict[str, LinkStats] = {}
+        self._link_to_recent: dict[str, tuple[float, float]] = {}
+        """Maps each class to the bytes and seconds of its latest reads, which fade."""
 
     def classify(self, class_of: LinkClassOf) -> None:
         """Takes the rule. Without it, all links are of the class `unknown`."""
@@ -39,12 +43,21 @@ class LinkMeter:
         for link in self._source_to_link.values():  # Their series begin with 0, so that the first pulls have a rate.
             self._stats_of(link)
 
-    def landed(self, source: str, num_bytes: int, seconds: float) -> None:
-        """Counts a pull from a transfer agent that brought a unit."""
+    def landed(
+        self, source: str, num_bytes: int, seconds: float, read_s: float = 0.0, *, is_staged: bool = False
+    ) -> None:
+        """Counts a pull from a transfer agent that brought a unit. `read_s` is the time of the read alone; with 0 it
+        was not measured."""
         stats = self._stats(source)
         stats.num_pulls += 1
         stats.pulled_bytes += num_bytes
         stats.pull_s += max(0.0, seconds)
+        stats.num_staged += is_staged
+        if read_s > 0.0:
+            recent_bytes, recent_s = self._link_to_recent.get(stats.link, (0.0, 0.0))
+            recent = (KEPT_PART * recent_bytes + num_bytes, KEPT_PART * recent_s + read_s)
+            self._link_to_recent[stats.link] = recent
+            stats.bytes_per_s = recent[0] / recent[1]
 
     def failed(self, source: str) -> None:
         """Counts a pull from a transfer agent that brought nothing."""

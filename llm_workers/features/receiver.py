@@ -259,8 +259,11 @@ class Receiver:
             self.pull_log.fail(done)
             self.link_meter.failed(ready.ticket.source)
         else:
-            self.pull_log.end(done, done.result().seconds)
-            self.link_meter.landed(ready.ticket.source, ready.ticket.nbytes, done.result().seconds)
+            landed, ticket = done.result(), ready.ticket
+            self.pull_log.end(done, landed.seconds)
+            self.link_meter.landed(
+                ticket.source, ticket.nbytes, landed.seconds, landed.read_s, is_staged=landed.is_staged
+            )
         if done.cancelled() or self._loop is None:
             self.store.fail_pull(ready.unit, "transfer_failed")
             if not done.cancelled() and done.exception() is None:

@@ -81,9 +81,9 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"workers.vllm has keys that vLLM does not know: {', '.join(unknown)}")
 
 
-def engine_config(settings: VllmSettings, sink: RankedSink, inbox_bytes: int, name: str) -> Any:
-    """Returns vLLM's config for a worker whose ranks pull into inboxes of `inbox_bytes` and are told by `sink` what to
-    pull. `name` begins the names of the ranks' transfer agents. Raises ConfigError if vLLM refuses an option."""
+def engine_config(settings: VllmSettings, inbox: Mapping[str, Any]) -> Any:
+    """Returns vLLM's config for a worker whose ranks have inboxes like `inbox` (`feature_connector.InboxPlace`, as a
+    mapping). Raises ConfigError if vLLM refuses an option."""
     from vllm.config import ECTransferConfig, KVEventsConfig
     from vllm.config.ec_manager_config import EncoderCacheManagerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -105,7 +105,7 @@ def engine_config(settings: VllmSettings, sink: RankedSink, inbox_bytes: int, na
             ec_connector="FeatureConnector",
             ec_connector_module_path=f"{_PACKAGE}.feature_connector",
             ec_role="ec_consumer",
-            ec_connector_extra_config={"address": sink.address, "inbox_bytes": inbox_bytes, "name": name},
+            ec_connector_extra_config=dict(inbox),
         ),
         "worker_extension_cls": f"{_PACKAGE}.rank_extension.RankExtension",
         "ec_manager_config": EncoderCacheManagerConfig(

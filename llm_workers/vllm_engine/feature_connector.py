@@ -14,20 +14,32 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase, ECConnectorMetadata, ECConnectorRole
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.request import Request
 
+from fabric.transport import NixlFeatureSink, feature_memory
 from llm_workers.vllm_engine.doorstep_scheduler import Doorstep
 from llm_workers.vllm_engine.feature_board import FeatureLoad
 from llm_workers.vllm_engine.rank_inboxes import RankInbox
+from modalities.slot_tensors import slot_tensor
 from modalities.torch_dtypes import torch_dtype
 
-ADDRESS, INBOX_BYTES, NAME = "address", "inbox_bytes", "name"
-"""Names the keys of the connector's extra config: the address of the `RankedSink`, the bytes of each inbox, and the
-name of the worker's transfer agents."""
+
+class InboxPlace(NamedTuple):
+    """Is what stands in the connector's extra config."""
+
+    address: str
+    """Holds the address of the `RankedSink`."""
+    name: str
+    """Begins the names of the ranks' transfer agents."""
+    inbox_bytes: int
+    staging_bytes: int
+    """Sizes the host memory beside an inbox that lies on a device."""
+    device: str
+    """Is `cpu` or `cuda`."""
+    is_on_device: bool
 
 
 class RowLoad(NamedTuple):
@@ -63,7 +75,7 @@ class FeatureConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config, role)
         self._inbox: RankInbox | None = None
         if role == ECConnectorRole.WORKER and get_pp_group().is_first_rank:
-            self._inbox = _open_inbox(vllm_config.ec_transfer_config.ec_connector_extra_config)
+            self._inbox = _open_inbox(InboxPlace(**vllm_config.ec_transfer_config.ec_connector_extra_config))
 
     def shutdown(self) -> None:
         if self._inbox is not None:
@@ -109,7 +121,8 @@ class FeatureConnector(ECConnectorBase):  # type: ignore[misc]
                 entry = torch.empty(load.total_rows, levels * hidden, dtype=model.dtype, device=device)
                 encoder_cache[load.mm_hash] = entry
             rows = entry[load.row : load.row + load.num_rows].view(load.num_rows, levels, hidden)
-            rows.copy_(feature_rows(feature.buffer, feature.ticket.shape, feature.ticket.dtype), non_blocking=True)
+            values = slot_tensor(feature.view).view(torch_dtype(feature.ticket.dtype)).view(feature.ticket.shape)
+            rows.copy_(values.permute(1, 0, 2), non_blocking=True)
             if (wait := _end_of_copies(device)) is not None:
                 self._inbox.note_read(load.slot_id, wait)
 
@@ -117,17 +130,17 @@ class FeatureConnector(ECConnectorBase):  # type: ignore[misc]
         """Has nothing to do, because this worker encodes nothing."""
 
 
-def feature_rows(buffer: np.ndarray[Any, Any], shape: tuple[int, int, int], dtype: str) -> torch.Tensor:
-    """Returns the bytes of a feature of shape `(levels, rows, hidden)` as a view of shape `(rows, levels, hidden)`."""
-    values = torch.from_numpy(buffer).view(torch_dtype(dtype))
-    return values.view(shape).permute(1, 0, 2)
-
-
-def _open_inbox(extra: dict[str, Any]) -> RankInbox:
-    from fabric.transport import NixlFeatureSink
-
+def _open_inbox(place: InboxPlace) -> RankInbox:
     rank = get_tp_group().rank_in_group
-    return RankInbox(extra[ADDRESS], rank, NixlFeatureSink(f"{extra[NAME]}-{rank}", extra[INBOX_BYTES]))
+    memory = feature_memory(
+        place.device,
+        place.inbox_bytes,
+        place.staging_bytes,
+        is_on_device=place.is_on_device,
+        device_id=torch.cuda.current_device() if place.is_on_device else 0,
+    )
+    sink = NixlFeatureSink(f"{place.name}-{rank}", memory.nbytes, make_memory=memory.make, staging=memory.beside)
+    return RankInbox(place.address, rank, sink)
 
 
 def _end_of_copies(device: torch.device) -> Callable[[], None] | None:

@@ -1,4 +1,6 @@
-"""Runs one suite for every feature channel: a copy inside one process, and NIXL from a process of its own.
+"""Runs one suite for every feature channel: a copy inside one process, and NIXL from a process of its own, each with
+slots in the host's memory, on a simulated device, on one that is reached over the host, and on a CUDA device if there
+is one.
 
 A frozen source is one that was stopped before the sink ever connected; a pull from it then stays in progress.
 """
@@ -13,10 +15,10 @@ from concurrent.futures import CancelledError, Future, wait
 import msgspec
 import numpy as np
 import pytest
-from fabric_peers import ARENA_BYTES, Peer, World, payload
+from fabric_peers import ARENA_BYTES, Peer, World, landed_bytes, payload
 
 from fabric.contracts import ArenaFull, LeaseLost, ManualClock, ProtocolError, TransferFailed, UnitTooLarge
-from fabric.transport import HEADER_BYTES, FeatureSink, LandedFeature
+from fabric.transport import HEADER_BYTES, DeviceView, FeatureSink, LandedFeature, num_devices
 
 PATIENCE_S = 30.0
 TIMEOUT_S = 5.0
@@ -27,9 +29,21 @@ SLOT_BYTES = NBYTES + HEADER_BYTES
 INBOX_SLOTS = 4
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("nixl", marks=pytest.mark.nixl)])
+WORLDS = [
+    pytest.param((transport, memory), id=f"{transport}-{memory}", marks=marks)
+    for transport, marks in (("local", []), ("nixl", [pytest.mark.nixl]))
+    for memory in ("host", "device", "staged")
+]
+CUDA = [pytest.mark.gpu, pytest.mark.skipif(num_devices() == 0, reason="no CUDA device")]
+WORLDS += [
+    pytest.param(("local", "cuda"), id="local-cuda", marks=CUDA),
+    pytest.param(("nixl", "cuda"), id="nixl-cuda", marks=[pytest.mark.nixl, *CUDA]),
+]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    world = World(request.param)
+    world = World(*request.param)
     yield world
     for peer in world.shared:
         peer.close()
@@ -95,14 +109,19 @@ def freeze_with_pull(peer: Peer, sink: FeatureSink) -> Future[LandedFeature]:
     return future
 
 
-def test_a_feature_lands_whole_again_and_again(peer: Peer, sink: FeatureSink) -> None:
+def address_of(landed: LandedFeature) -> int:
+    view = landed.view
+    return view.place.address if isinstance(view, DeviceView) else view.ctypes.data
+
+
+def test_a_feature_lands_whole_again_and_again(world: World, peer: Peer, sink: FeatureSink) -> None:
     for seed in range(2 * INBOX_SLOTS):
         ticket = peer.offer(seed, SHAPE)
         landed = sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S)
-        assert landed.buffer.dtype == np.uint8
-        assert np.array_equal(landed.buffer, payload(seed, NBYTES))
+        assert np.array_equal(landed_bytes(landed), payload(seed, NBYTES))
         assert landed.ticket == ticket
-        assert landed.buffer.ctypes.data % 64 == 0
+        assert world.memory == "cuda" or landed.is_staged == (world.memory == "staged")
+        assert address_of(landed) % 64 == 0
         assert sink.usage().used_bytes == SLOT_BYTES
         sink.free(landed.slot_id)
         sink.free(landed.slot_id)
@@ -114,7 +133,7 @@ def test_a_ticket_survives_the_wire(peer: Peer, sink: FeatureSink) -> None:
     ticket = peer.offer(3, SHAPE)
     copy = msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=type(ticket))
     assert copy == ticket
-    assert np.array_equal(sink.pull(copy, TIMEOUT_S).result(PATIENCE_S).buffer, payload(3, NBYTES))
+    assert np.array_equal(landed_bytes(sink.pull(copy, TIMEOUT_S).result(PATIENCE_S)), payload(3, NBYTES))
 
 
 def test_a_slot_given_to_something_else_is_a_lost_lease(peer: Peer, sink: FeatureSink) -> None:
@@ -129,7 +148,7 @@ def test_a_slot_given_to_something_else_is_a_lost_lease(peer: Peer, sink: Featur
             sink.pull(old, TIMEOUT_S).result(PATIENCE_S)
     assert is_empty(sink)
     landed = sink.pull(fresh, TIMEOUT_S).result(PATIENCE_S)
-    assert np.array_equal(landed.buffer, payload(3, NBYTES))
+    assert np.array_equal(landed_bytes(landed), payload(3, NBYTES))
 
 
 def test_a_source_tells_full_from_too_large_and_frees_once(peer: Peer) -> None:
@@ -194,9 +213,9 @@ def test_a_full_inbox_refuses_at_once_and_takes_again_after_a_free(peer: Peer, s
         sink.pull(tickets[0], TIMEOUT_S)
     sink.free(landed[2].slot_id)
     again = sink.pull(tickets[0], TIMEOUT_S).result(PATIENCE_S)
-    assert np.array_equal(again.buffer, payload(0, NBYTES))
+    assert np.array_equal(landed_bytes(again), payload(0, NBYTES))
     for index in (0, 1, 3):
-        assert np.array_equal(landed[index].buffer, payload(index, NBYTES)), "others are untouched"
+        assert np.array_equal(landed_bytes(landed[index]), payload(index, NBYTES)), "others are untouched"
 
 
 def test_what_never_fits_is_told_apart_from_what_does_not_fit_now(peer: Peer, sink: FeatureSink) -> None:
@@ -221,7 +240,7 @@ def test_a_ticket_of_nobody_or_of_nowhere_fails(peer: Peer, sink: FeatureSink) -
         with pytest.raises(TransferFailed):
             future.result(PATIENCE_S)
     assert is_empty(sink)
-    assert np.array_equal(sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S).buffer, payload(1, NBYTES))
+    assert np.array_equal(landed_bytes(sink.pull(ticket, TIMEOUT_S).result(PATIENCE_S)), payload(1, NBYTES))
 
 
 def test_a_pull_that_times_out_quarantines_its_slot_until_the_peer_is_dead(
@@ -242,7 +261,7 @@ def test_a_pull_that_times_out_quarantines_its_slot_until_the_peer_is_dead(
     eventually(lambda: sink.usage().num_quarantined == 0)
     last = sink.pull(tickets[-1], TIMEOUT_S).result(PATIENCE_S)
     for seed, feature in enumerate([*landed, last]):
-        assert np.array_equal(feature.buffer, payload(seed, NBYTES))
+        assert np.array_equal(landed_bytes(feature), payload(seed, NBYTES))
 
 
 def test_the_quarantine_of_a_peer_that_wakes_up_ends_with_the_transfer(
@@ -256,19 +275,19 @@ def test_the_quarantine_of_a_peer_that_wakes_up_ends_with_the_transfer(
     peer.thaw()
     eventually(lambda: is_empty(sink))
     landed = sink.pull(peer.offer(2, SHAPE), TIMEOUT_S).result(PATIENCE_S)
-    assert np.array_equal(landed.buffer, payload(2, NBYTES))
+    assert np.array_equal(landed_bytes(landed), payload(2, NBYTES))
 
 
 def test_a_peer_that_wakes_up_in_time_delivers(peer: Peer, sink: FeatureSink) -> None:
     future = freeze_with_pull(peer, sink)
     peer.thaw()
-    assert np.array_equal(future.result(PATIENCE_S).buffer, payload(1, NBYTES))
+    assert np.array_equal(landed_bytes(future.result(PATIENCE_S)), payload(1, NBYTES))
 
 
 def test_others_are_served_while_one_is_frozen(peer: Peer, other: Peer, sink: FeatureSink) -> None:
     stuck = freeze_with_pull(peer, sink)
     landed = sink.pull(other.offer(2, SHAPE), TIMEOUT_S).result(PATIENCE_S)
-    assert np.array_equal(landed.buffer, payload(2, NBYTES))
+    assert np.array_equal(landed_bytes(landed), payload(2, NBYTES))
     assert not stuck.done()
 
 
@@ -303,7 +322,7 @@ def test_peer_dead_ends_open_pulls_of_that_peer_alone(peer: Peer, other: Peer, s
     assert sink.usage().num_slots == 1
     assert not stuck_too.done()
     other.thaw()
-    assert np.array_equal(stuck_too.result(PATIENCE_S).buffer, payload(1, NBYTES))
+    assert np.array_equal(landed_bytes(stuck_too.result(PATIENCE_S)), payload(1, NBYTES))
     sink.peer_dead("enc-unknown")
 
 
@@ -322,7 +341,7 @@ def test_a_frozen_peer_that_was_declared_dead_writes_into_nobodys_slot(
     eventually(lambda: sink.usage().num_quarantined == 0)
     landed.append(sink.pull(tickets[-1], TIMEOUT_S).result(PATIENCE_S))
     for seed, feature in enumerate(landed):
-        assert np.array_equal(feature.buffer, payload(seed, NBYTES))
+        assert np.array_equal(landed_bytes(feature), payload(seed, NBYTES))
 
 
 def test_another_peer_is_reached_after_one_died(mortal: Peer, peer: Peer, sink: FeatureSink) -> None:
@@ -330,14 +349,14 @@ def test_another_peer_is_reached_after_one_died(mortal: Peer, peer: Peer, sink: 
     mortal.kill()
     sink.peer_dead(mortal.name)
     landed = sink.pull(peer.offer(2, SHAPE), TIMEOUT_S).result(PATIENCE_S)
-    assert np.array_equal(landed.buffer, payload(2, NBYTES))
+    assert np.array_equal(landed_bytes(landed), payload(2, NBYTES))
 
 
 def test_one_wrongly_declared_dead_is_connected_anew(peer: Peer, sink: FeatureSink) -> None:
     sink.free(sink.pull(peer.offer(1, SHAPE), TIMEOUT_S).result(PATIENCE_S).slot_id)
     sink.peer_dead(peer.name)
     landed = sink.pull(peer.offer(2, SHAPE), TIMEOUT_S).result(PATIENCE_S)
-    assert np.array_equal(landed.buffer, payload(2, NBYTES))
+    assert np.array_equal(landed_bytes(landed), payload(2, NBYTES))
 
 
 def test_a_cancelled_pull_keeps_its_slot_until_the_transfer_ended(peer: Peer, sink: FeatureSink) -> None:
@@ -380,7 +399,7 @@ def test_many_pulls_at_once_from_many_threads_and_two_peers(
     done, open_pulls = wait(futures.values(), PATIENCE_S)
     assert (len(done), len(open_pulls)) == (60, 0)
     for seed, future in futures.items():
-        assert np.array_equal(future.result().buffer, payload(seed, tickets[seed].nbytes))
+        assert np.array_equal(landed_bytes(future.result()), payload(seed, tickets[seed].nbytes))
     assert sink.usage().num_slots == 60
     for future in futures.values():
         sink.free(future.result().slot_id)
@@ -424,5 +443,5 @@ def test_callbacks_may_use_the_sink(peer: Peer, sink: FeatureSink) -> None:
 
     sink.pull(first, TIMEOUT_S).add_done_callback(swap)
     landed = pulled.result(PATIENCE_S).result(PATIENCE_S)
-    assert np.array_equal(landed.buffer, payload(2, NBYTES))
+    assert np.array_equal(landed_bytes(landed), payload(2, NBYTES))
     assert sink.usage().num_slots == 1

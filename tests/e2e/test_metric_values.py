@@ -267,6 +267,8 @@ CHECKS: dict[str, Callable[[str], Check]] = {
     ),
     "weft_worker_transfer_seconds_total": within_the_load,
     "weft_worker_transfer_failures_total": at_rest,
+    "weft_worker_transfers_staged_total": at_rest,
+    "weft_worker_transfer_bytes_per_second": lambda name: lambda seen: seen.now.sum(name, link="same_process") > 0,
     # The encoder.
     **dict.fromkeys(
         (

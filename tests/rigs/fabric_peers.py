@@ -1,5 +1,6 @@
 """Provides the sources that a sink's tests need: each fills slots, frees them, freezes, thaws and dies on command. One
-kind lives in this process, the other in a spawned process of its own, so that signals can stop and kill it."""
+kind lives in this process, the other in a spawned process of its own, so that signals can stop and kill it. The slots
+of sources and sinks lie in the host's memory, or on a device that is simulated (`fake_device`)."""
 
 from __future__ import annotations
 
@@ -7,28 +8,52 @@ import itertools
 import multiprocessing
 import os
 import signal
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
+from fake_device import FakeDeviceMemory, registered_as_host
 
 from fabric.contracts import Clock, FeatureTicket, WeftError
 from fabric.transport import (
     FeatureSink,
     FeatureSource,
+    HostMemory,
+    LandedFeature,
     LocalChannelHub,
     LocalFeatureSink,
     LocalFeatureSource,
+    MakeMemory,
+    SlotMemory,
     SourceSlot,
+    begin_copy,
+    device_memory,
+    pinned_bytes,
 )
+from fabric.transport.routes import Route
 
 Shape = tuple[int, int, int]
 ARENA_BYTES = 8 << 20
+STAGING_BYTES = 1 << 20
 _NAMES = itertools.count()
 
 
 def payload(seed: int, nbytes: int) -> np.ndarray:
     """Returns the bytes that a peer writes into the slot of `seed`: uint8 `(nbytes,)`."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def landed_bytes(landed: LandedFeature) -> np.ndarray:
+    """Returns what a consumer finds in the slot: uint8 `(nbytes,)`."""
+    return landed.view.copy()
+
+
+def memory_maker(transport: str, memory: str) -> MakeMemory:
+    """Returns what allocates the memory of a source or a sink (see `World`). A real device has the granules of the host
+    here, because tests count the bytes of slots."""
+    if memory in ("host", "cuda"):
+        return HostMemory if memory == "host" else partial(device_memory(0), granule_bytes=64)
+    return FakeDeviceMemory if transport == "local" else registered_as_host
 
 
 class Stock:
@@ -41,7 +66,7 @@ class Stock:
     def offer(self, seed: int, shape: Shape, is_claimed: bool = False) -> FeatureTicket:
         nbytes = 4 * shape[0] * shape[1] * shape[2]
         slot = self._source.allocate(nbytes, is_claimed=is_claimed)
-        slot.buffer[:] = payload(seed, nbytes)
+        begin_copy(payload(seed, nbytes), slot.view).wait()
         self._slots[seed] = slot
         return self._source.ticket(slot, shape, "float32", lease_s=60.0)
 
@@ -106,10 +131,10 @@ class Peer(Protocol):
 class LocalPeer(Stock):
     """A `LocalPeer` is a source in this process; the hub makes it freeze and die."""
 
-    def __init__(self, hub: LocalChannelHub) -> None:
+    def __init__(self, hub: LocalChannelHub, make_memory: MakeMemory = HostMemory) -> None:
         self.name = f"enc-{next(_NAMES)}"
         self._hub = hub
-        super().__init__(LocalFeatureSource(hub, self.name, ARENA_BYTES))
+        super().__init__(LocalFeatureSource(hub, self.name, ARENA_BYTES, make_memory))
 
     def freeze(self) -> None:
         self._hub.freeze(self.name)
@@ -121,11 +146,11 @@ class LocalPeer(Stock):
         self._hub.kill(self.name)
 
 
-def _serve(connection: Any, name: str) -> None:
+def _serve(connection: Any, name: str, memory: str) -> None:
     """Serves a source in the other process: it receives commands and sends results until the pipe ends."""
     from fabric.transport import NixlFeatureSource
 
-    stock = Stock(NixlFeatureSource(name, ARENA_BYTES))
+    stock = Stock(NixlFeatureSource(name, ARENA_BYTES, make_memory=memory_maker("nixl", memory)))
     try:
         while True:
             command, arguments = connection.recv()
@@ -140,11 +165,11 @@ def _serve(connection: Any, name: str) -> None:
 class ProcessPeer:
     """A `ProcessPeer` is a NIXL source in a spawned process; signals make it freeze and die."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: str = "host") -> None:
         self.name = f"enc-{os.getpid()}-{next(_NAMES)}"
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, self.name), daemon=True)
+        self._process = spawn.Process(target=_serve, args=(theirs, self.name, memory), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -212,20 +237,33 @@ class World:
     """Makes the peers of one transport. They are slow to make, so tests share two; only tests that kill a peer make
     their own."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, transport: str, memory: str = "host") -> None:
+        """`memory` says where slots lie: `host`, `device` (which is simulated), `staged` (on a device that is reached
+        over the host) or `cuda` (on a real device, with both routes)."""
+        self.transport, self.memory = transport, memory
         self.hub = LocalChannelHub()
         self.shared: list[Peer] = []
 
     def make_peer(self) -> Peer:
-        return LocalPeer(self.hub) if self.kind == "local" else ProcessPeer()
+        if self.transport == "local":
+            return LocalPeer(self.hub, memory_maker("local", self.memory))
+        return ProcessPeer(self.memory)
 
     def make_sink(self, total_bytes: int, clock: Clock) -> FeatureSink:
-        if self.kind == "local":
-            return LocalFeatureSink(self.hub, "worker", total_bytes, clock)
         from fabric.transport import NixlFeatureSink
 
-        return NixlFeatureSink("worker", total_bytes, clock)
+        staging = None
+        if self.memory in ("staged", "cuda"):
+            allocate = pinned_bytes if self.memory == "cuda" else None
+            staging = SlotMemory(STAGING_BYTES, make_memory=partial(HostMemory, allocate=allocate))
+        options = {"make_memory": memory_maker(self.transport, self.memory), "staging": staging}
+        if self.transport == "local":
+            sink = LocalFeatureSink(self.hub, "worker", total_bytes, clock, **options)
+        else:
+            sink = NixlFeatureSink("worker", total_bytes, clock, **options)
+        if self.memory == "staged":
+            sink._routes.route = lambda key: Route.STAGED
+        return sink
 
     def shared_peer(self, index: int) -> Peer:
         while len(self.shared) <= index:

@@ -51,7 +51,15 @@ def make_vllm_worker(
         }
         | (options or {}),
     )
-    make_core = core_maker(engine_config(vllm, sink, inbox_bytes, "worker-0"), sink)
+    inbox = {
+        "address": sink.address,
+        "name": "worker-0",
+        "inbox_bytes": inbox_bytes,
+        "staging_bytes": 0,
+        "device": "cpu",
+        "is_on_device": False,
+    }
+    make_core = core_maker(engine_config(vllm, inbox), sink)
     clock = SystemClock()
     make_engine = functools.partial(VllmEngine, settings, model.family, make_core, clock)
     service = WorkerService(WORKER, settings, model.family, make_engine, plane, sink, clock)

@@ -127,9 +127,9 @@ def run_vllm_engine(chosen: argparse.Namespace) -> BenchResult:
             rows.append([name, f"{mine:.1f}", f"{other:.1f}", f"{1e6 * (1 / mine - 1 / other):.0f}"])
             bars.append(Bar(f"{name}: weft over vllm serve", mine / other, target, "x"))
     notes = [
-        f"{text.concurrency} chats at once of {text.prompt_tokens} + {text.output_tokens} tokens; {chosen.images} chats "
-        f"with a new picture of {IMAGE_SIDE} pixels each; over HTTP, {chosen.rounds} rounds in turn, medians. Each "
-        f"rank computes with {chosen.threads} threads, and the encoder has a process of its own.",
+        f"{text.concurrency} chats of {text.prompt_tokens} + {text.output_tokens} tokens at once; {chosen.images} "
+        f"chats with a new picture of {IMAGE_SIDE} pixels each; over HTTP, {chosen.rounds} rounds in turn, medians. "
+        f"Each rank computes with {chosen.threads} threads, and the encoder has a process of its own.",
         "The adapter's cost is the difference of the times per token, so it contains the router as well.",
     ]
     return BenchResult(rows, bars, notes, variant="-".join(filter(None, [gpu_name(chosen.device), "vllm-worker"])))

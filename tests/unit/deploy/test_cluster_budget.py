@@ -24,6 +24,8 @@ from llm_workers.scheduling import LargestItem
 from modalities.family import AudioHeader, Family, ImageHeader, VideoHeader
 from modalities.media import MediaLimits
 
+GPU = {"device": "cuda", "gpus_per_replica": 1}
+
 
 def config(**sections: object) -> ClusterConfig:
     return ClusterConfig.model_validate({"model": {"name": "tiny"}, **sections})
@@ -182,6 +184,20 @@ def test_the_stages_that_speak_have_budgets_of_their_own() -> None:
 def test_a_model_that_can_not_speak_has_no_budget_with_stages(model: Model) -> None:
     with pytest.raises(ConfigError, match="without a talker"):
         plan_budget(config(stages={}), model, None)
+
+
+def test_arenas_on_a_gpu_count_there_and_what_lies_beside_them_on_the_host(model: Model) -> None:
+    cluster = config(
+        encoders={**GPU, "arena_device": "auto", "arena_bytes": "1KiB", "spill_bytes": "2MiB"},
+        workers={**GPU, "inbox_device": "auto", "inbox_bytes": "4MiB"},
+    )
+    budget = plan_budget(cluster, model, None)
+    places = {row.name: (row.nbytes, row.place) for process in budget.processes for row in process.rows}
+    assert places["arena"] == (2**10, "cuda")
+    assert places["spill"] == (2**21, "host")
+    assert places["inbox"] == (2**22, "cuda")
+    assert places["staging"] == (2**22, "host")
+    assert not budget.problems, "what does not fit the device fits the host"
 
 
 def test_on_a_gpu_features_stay_on_the_host(model: Model) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fabric.contracts import LinkStats, Member, MemberId
 from llm_workers.features.link_meter import LinkMeter
 
@@ -26,6 +28,22 @@ def test_pulls_are_counted_by_the_class_of_their_link() -> None:
     meter.landed("agent-far", 7, 1.0)
     meter.failed("agent-far")
     assert meter.stats() == (LinkStats("same_host", 2, 150, 0.75, 0), LinkStats("tcp", 1, 7, 1.0, 1))
+
+
+def test_the_rate_of_a_class_is_that_of_its_latest_reads() -> None:
+    meter = LinkMeter(MemberId("w"))
+    meter.classify(is_near)
+    meter.update(MEMBERS)
+    meter.landed("agent-near", 100, 9.0, 0.5)
+    meter.landed("agent-far", 100, 9.0, 0.0)
+    near, far = meter.stats()
+    assert (near.bytes_per_s, far.bytes_per_s) == (200.0, 0.0)
+    for _ in range(100):
+        meter.landed("agent-near", 10_000, 9.0, 1.0, is_staged=True)
+        meter.landed("agent-near", 1, 9.0, 1e-9)
+    near, far = meter.stats()
+    assert near.bytes_per_s == pytest.approx(10_000, rel=0.01), "a small unit with its luck changes little"
+    assert (near.num_staged, far.num_staged) == (100, 0)
 
 
 def test_an_encoder_that_has_left_or_is_not_known_yet_has_an_unknown_link() -> None:

@@ -193,11 +193,12 @@ async def test_a_router_tells_its_own_process_and_its_build() -> None:
 
 
 def test_a_member_tells_its_links_and_its_process() -> None:
-    links = (LinkStats("rdma", 2, 300, 0.5, 1),)
+    links = (LinkStats("rdma", 2, 300, 0.5, 1, 1, 600.0),)
     text = report_exposition(msgspec.structs.replace(REPORT, links=links, process=ProcessStats(2.0, 1, 1))).decode()
     labels = '{link="rdma",worker="worker-0"}'
-    for name, shown in {"s": 2.0, "_bytes": 300.0, "_seconds": 0.5, "_failures": 1.0}.items():
+    for name, shown in {"s": 2.0, "_bytes": 300.0, "_seconds": 0.5, "_failures": 1.0, "s_staged": 1.0}.items():
         assert f"weft_worker_transfer{name}_total{labels} {shown}" in text.splitlines()
+    assert f"weft_worker_transfer_bytes_per_second{labels} 600.0" in text.splitlines()
     assert 'weft_process_cpu_seconds_total{kind="worker",member="worker-0"} 2.0' in text.splitlines()
 
 

@@ -40,6 +40,8 @@ def values(kind: typing.Any) -> st.SearchStrategy:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         return st.one_of([values(argument) for argument in arguments])
+    if origin is typing.Literal:
+        return st.sampled_from(arguments)
     if origin is dict:
         return st.dictionaries(values(arguments[0]), values(arguments[1]), max_size=2)
     if origin is tuple and arguments[-1] is Ellipsis:

@@ -14,6 +14,7 @@ from fabric.contracts import FeatureTicket, LeaseLost, ManualClock, TransferFail
 from fabric.transport import HEADER_BYTES, LandedFeature, LocalChannelHub, LocalFeatureSink, LocalFeatureSource, pulling
 from fabric.transport.feature_channel import SlotMemory
 from fabric.transport.pulling import PullingSink, ReadState
+from fabric.transport.transfer_memory import MemoryPlace
 
 WAIT_S = 20.0
 SLOT_BYTES = 64 + HEADER_BYTES
@@ -35,11 +36,12 @@ class ScriptedReader:
         self.goes_on = threading.Event()
         self.goes_on.set()
 
-    def post(self, ticket: FeatureTicket, address: int, offset: int, nbytes: int) -> int:
+    def post(self, ticket: FeatureTicket, source: MemoryPlace, target: MemoryPlace) -> int:
         with self.changed:
             if self.is_refusing:
                 raise TransferFailed("no way there")
-            self.posted.append((ticket.source, address, offset, nbytes))
+            offset = target.address - self.slots.address
+            self.posted.append((ticket.source, source.address, offset, source.nbytes))
             self.changed.notify_all()
         assert self.goes_on.wait(WAIT_S)
         return len(self.posted) - 1
