@@ -84,7 +84,7 @@ def build_vllm_worker(
     """Builds a worker around vLLM. The model is loaded when the service starts. Raises ConfigError for a model or an
     option that can't be served."""
     from llm_workers.sampling import GrammarCompiler
-    from llm_workers.vllm_engine.engine import VllmEngine
+    from llm_workers.vllm_engine.core_engine import VllmEngine
 
     assert isinstance(sink, RankedSink)
     family, section = model.family, config.workers

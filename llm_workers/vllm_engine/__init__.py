@@ -1,6 +1,6 @@
 """Runs vLLM as the engine of a worker, without a patch to it.
 
-    engine              the engine thread: commands in, steps of vLLM's engine core, updates out
+    core_engine         the engine thread: commands in, steps of vLLM's engine core, updates out
     engine_args         makes vLLM's config, and refuses options that Weft decides
     engine_requests     makes requests of vLLM; `engine_outputs` makes plain values of what it reports
     sequence_book       keeps tokens, times and numbers of each sequence

@@ -30,7 +30,7 @@ _UNLIMITED = 2**62
 
 
 class StepListener(Protocol):
-    """Hears of the scheduler's steps, in the engine thread."""
+    """A `StepListener` is told of the scheduler's steps, in the engine thread."""
 
     def planned(self, chunks: list[PlannedChunk]) -> None:
         """Takes a step that is about to be computed."""

@@ -127,7 +127,7 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any]) -> Any:
 
 
 def core_maker(config: Any, sink: RankedSink) -> Callable[[Callable[[], None]], Any]:
-    """Returns what creates the engine core of this config (`engine.MakeCore`)."""
+    """Returns what creates the engine core of this config (`core_engine.MakeCore`)."""
 
     def make_core(on_rank_lost: Callable[[], None]) -> Any:
         from vllm.v1.engine.core import EngineCore

@@ -12,23 +12,23 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from fabric.contracts import BlockHash, PromptLogprobs, TokenLogprobs
 from llm_workers.vllm_engine.block_mirror import BlockMirror
-from llm_workers.vllm_engine.sequence_book import ChoiceOutput
+from llm_workers.vllm_engine.sequence_book import CoreOutput
 
 _REASON_TO_NAME = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 
 
-def choice_outputs(client_to_outputs: Mapping[int, EngineCoreOutputs]) -> Iterator[ChoiceOutput]:
+def core_outputs(client_to_outputs: Mapping[int, EngineCoreOutputs]) -> Iterator[CoreOutput]:
     """Yields what a step gives each request."""
     for outputs in client_to_outputs.values():
         for output in outputs.outputs:
-            yield _choice_output(output)
+            yield _core_output(output)
 
 
-def _choice_output(output: EngineCoreOutput) -> ChoiceOutput:
+def _core_output(output: EngineCoreOutput) -> CoreOutput:
     reason, failure = output.finish_reason, ""
     if reason is not None and reason not in _REASON_TO_NAME:
         failure = f"vLLM has ended the request with the reason {reason}"
-    return ChoiceOutput(
+    return CoreOutput(
         output.request_id,
         tuple(output.new_token_ids),
         _token_logprobs(output.new_logprobs),

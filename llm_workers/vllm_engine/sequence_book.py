@@ -55,7 +55,7 @@ class PlannedChunk(NamedTuple):
         return self.start + self.num_tokens
 
 
-class ChoiceOutput(NamedTuple):
+class CoreOutput(NamedTuple):
     """Holds what a step gives one request."""
 
     name: str
@@ -240,7 +240,7 @@ class SequenceBook:
         self._stats.num_preemptions += 1
         self.outcome.preempted.append(choice.sequence_id)
 
-    def take(self, outputs: Iterable[ChoiceOutput]) -> TakenOutputs:
+    def take(self, outputs: Iterable[CoreOutput]) -> TakenOutputs:
         """Takes what committed steps give. Outputs of requests that have left are ignored."""
         now_s, taken = self._clock.now(), TakenOutputs([], [], [])
         for output in outputs:
@@ -266,7 +266,7 @@ class SequenceBook:
         self.outcome.ended_s = self.outcome.ended_s or now_s
         return taken
 
-    def _take_tokens(self, choice: BookedChoice, output: ChoiceOutput, now_s: float) -> str | None:
+    def _take_tokens(self, choice: BookedChoice, output: CoreOutput, now_s: float) -> str | None:
         sequence = choice.sequence
         first = sequence.num_generated
         count, reason = sequence.take(output.token_ids)
@@ -331,7 +331,7 @@ def finished_sequence(sequence: Sequence, reason: str, now_s: float) -> Finished
     )
 
 
-def _failure(choice: BookedChoice, output: ChoiceOutput) -> WeftError | None:
+def _failure(choice: BookedChoice, output: CoreOutput) -> WeftError | None:
     if choice.grammar is not None and choice.grammar.is_broken:
         return InvalidRequest("the grammar of the structured output became too complex to be followed")
     return EngineFailed(output.failure) if output.failure else None

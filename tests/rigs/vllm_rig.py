@@ -12,7 +12,7 @@ from worker_rig import WORKER
 
 from fabric.contracts import SystemClock
 from fabric.transport import LocalPlane, NixlFeatureSource
-from llm_workers.vllm_engine.engine import VllmEngine
+from llm_workers.vllm_engine.core_engine import VllmEngine
 from llm_workers.vllm_engine.engine_args import VllmSettings, core_maker, engine_config
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig

@@ -32,7 +32,7 @@ TEXT = ChatKind("a text of 12 tokens", num_words=12, max_tokens=1)
 WAITING = ChatKind("a picture", num_pictures=1, max_tokens=1)
 NUM_WAITING = 4
 MOST_OF_HELD, MOST_BESIDE = 0.2, 1.1
-"""Hold the targets: landing to first token over that of a held request, and a text beside waiting requests over the
+"""These are the targets: landing to first token over that of a held request, and a text beside waiting requests over the
 same text alone."""
 
 
@@ -103,7 +103,7 @@ async def _overlap_times(maker: ChatMaker, num_runs: int, target: ChatTarget) ->
 # ---------------------------------------------------------------- tokens per second
 
 LEAST_TEXT, LEAST_PICTURES = 0.97, 1.0
-"""Hold the targets: Weft's tokens per second over those of vLLM's own server."""
+"""These are the targets: Weft's tokens per second over those of vLLM's own server."""
 
 
 def run_vllm_engine(chosen: argparse.Namespace) -> BenchResult:

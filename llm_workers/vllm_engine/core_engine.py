@@ -169,16 +169,9 @@ class VllmEngine:
     # ------------------------------------------------------------ engine thread
 
     def _run(self) -> None:
-        try:
-            self._open()
-        except Exception as error:
-            # This is the beginning of the thread; the caller of `prepare` gets the reason.
-            _LOG.exception("vLLM's engine core can't be created")
-            refused = error if isinstance(error, WeftError) else ConfigError(f"vLLM can't run this model: {error}")
-            self._end_prepare(refused)
+        if not self._is_opened():
             self._close()
             return
-        self._end_prepare(None)
         self._may_start.wait()
         try:
             self._publish(self._update, is_forced=True)
@@ -190,6 +183,19 @@ class VllmEngine:
             self._death = WorkerLost(f"vLLM's engine core has died: {type(error).__name__}")
             self._on_update(Update(death=self._death))
         self._close()
+
+    def _is_opened(self) -> bool:
+        """Creates the core and ends the call of `prepare`. Returns False if vLLM can't run the model."""
+        try:
+            self._open()
+        except Exception as error:
+            # This is the top of the engine's thread; the caller of `prepare` gets the reason.
+            _LOG.exception("vLLM's engine core can't be created")
+            refused = error if isinstance(error, WeftError) else ConfigError(f"vLLM can't run this model: {error}")
+            self._end_prepare(refused)
+            return False
+        self._end_prepare(None)
+        return True
 
     def _end_prepare(self, error: WeftError | None) -> None:
         """Ends the call of `prepare`, whose caller may have left."""
@@ -350,9 +356,11 @@ class VllmEngine:
                 missing = self._submit(choices[0])
         except Exception as error:
             # This is one command of the thread's loop: what vLLM refuses in one request must not end the others.
+            name = attempt.request_id
+            _LOG.info("vLLM refuses request %s", name, exc_info=error, extra={"request_id": name})
             for choice in self._book.choices_of(attempt):
                 self._book.leave(choice)
-            update.failed.append(FailedAttempt(attempt, self._refusal(attempt, error)))
+            update.failed.append(FailedAttempt(attempt, _refusal(error)))
             return
         update.admitted.append(
             Admitted(
@@ -370,13 +378,6 @@ class VllmEngine:
                 ),
             )
         )
-
-    def _refusal(self, attempt: AttemptId, error: Exception) -> WeftError:
-        if isinstance(error, WeftError):
-            return error
-        name = attempt.request_id
-        _LOG.exception("request %s could not be admitted", name, extra={"request_id": name})
-        return EngineFailed(f"the request could not be admitted: {type(error).__name__}")
 
     def _choice(self, request: GenerateRequest, sequence: Sequence) -> BookedChoice:
         guide, sequence.guide = sequence.guide, None  # vLLM moves it from now on.
@@ -494,6 +495,12 @@ class VllmEngine:
 
     def preempted(self, name: str) -> None:
         self._book.preempt(name)
+
+
+def _refusal(error: Exception) -> WeftError:
+    if isinstance(error, WeftError):
+        return error
+    return EngineFailed(f"the request could not be admitted: {type(error).__name__}")
 
 
 def _rank(request: Any) -> tuple[int, float, str]:
