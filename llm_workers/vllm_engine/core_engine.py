@@ -52,7 +52,7 @@ from llm_workers.scheduling import (
 )
 from llm_workers.vllm_engine.block_mirror import BlockMirror
 from llm_workers.vllm_engine.doorstep_scheduler import Doorstep, attach
-from llm_workers.vllm_engine.engine_outputs import BlockEventTaker, choice_outputs
+from llm_workers.vllm_engine.engine_outputs import BlockEventTaker, core_outputs
 from llm_workers.vllm_engine.engine_requests import check_supported, engine_request, request_name, warm_up_request
 from llm_workers.vllm_engine.feature_board import FeatureBoard, FeatureLoad
 from llm_workers.vllm_engine.guide_grammar import GuideBackend, GuideGrammar, constrained
@@ -305,7 +305,7 @@ class VllmEngine:
 
     def _commit(self, outputs: Mapping[int, Any], update: Update) -> None:
         """Adds to the update what the steps of this turn have done."""
-        taken = self._book.take(choice_outputs(outputs))
+        taken = self._book.take(core_outputs(outputs))
         for choice in taken.ended:
             self._abort_in_core(choice)  # vLLM has ended it as well, except where its rules differ.
             self._leave(choice, update)
@@ -354,13 +354,15 @@ class VllmEngine:
             self._book.add(choices)
             if choices:
                 missing = self._submit(choices[0])
+        except WeftError as error:
+            self._refuse(attempt, error, update)
+            return
         except Exception as error:
             # This is one command of the thread's loop: what vLLM refuses in one request must not end the others.
             name = attempt.request_id
-            _LOG.info("vLLM refuses request %s", name, exc_info=error, extra={"request_id": name})
-            for choice in self._book.choices_of(attempt):
-                self._book.leave(choice)
-            update.failed.append(FailedAttempt(attempt, _refusal(error)))
+            _LOG.exception("request %s could not be admitted", name, extra={"request_id": name})
+            reason = f"the request could not be admitted: {type(error).__name__}"
+            self._refuse(attempt, EngineFailed(reason), update)
             return
         update.admitted.append(
             Admitted(
@@ -378,6 +380,12 @@ class VllmEngine:
                 ),
             )
         )
+
+    def _refuse(self, attempt: AttemptId, error: WeftError, update: Update) -> None:
+        for choice in self._book.choices_of(attempt):
+            self._abort_in_core(choice)
+            self._book.leave(choice)
+        update.failed.append(FailedAttempt(attempt, error))
 
     def _choice(self, request: GenerateRequest, sequence: Sequence) -> BookedChoice:
         guide, sequence.guide = sequence.guide, None  # vLLM moves it from now on.
@@ -495,12 +503,6 @@ class VllmEngine:
 
     def preempted(self, name: str) -> None:
         self._book.preempt(name)
-
-
-def _refusal(error: Exception) -> WeftError:
-    if isinstance(error, WeftError):
-        return error
-    return EngineFailed(f"the request could not be admitted: {type(error).__name__}")
 
 
 def _rank(request: Any) -> tuple[int, float, str]:

@@ -32,8 +32,8 @@ TEXT = ChatKind("a text of 12 tokens", num_words=12, max_tokens=1)
 WAITING = ChatKind("a picture", num_pictures=1, max_tokens=1)
 NUM_WAITING = 4
 MOST_OF_HELD, MOST_BESIDE = 0.2, 1.1
-"""These are the targets: landing to first token over that of a held request, and a text beside waiting requests over the
-same text alone."""
+"""These are the targets: landing to first token over that of a held request, and a text beside waiting requests over
+the same text alone."""
 
 
 class OverlapTimes(NamedTuple):
