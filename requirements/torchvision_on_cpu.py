@@ -23,8 +23,10 @@ class OperatorDeclarer:
             library = torch.library.Library("torchvision", "DEF")
             for operator in ("nms", "qnms"):
                 library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            self.libraries.append(library)  # Operators are gone with the object that has declared them.
+            self.libraries.append(library)  # The operators are gone with the object that has declared them.
         return None
 
 
-sys.meta_path.insert(0, OperatorDeclarer())
+DECLARER = OperatorDeclarer()
+"""Stays as long as the process, and the operators with it."""
+sys.meta_path.insert(0, DECLARER)

@@ -321,7 +321,7 @@ class RankInbox:
         pull.add_done_callback(lambda done: self._pulled(message.slot_id, done))
 
     def _pulled(self, slot_id: int, done: Future[LandedFeature]) -> None:
-        """Takes a pull that has ended. It runs in the transfer thread of the sink, or in that which cancelled the pull."""
+        """Takes a pull that has ended, in the transfer thread of the sink or in that which cancelled the pull."""
         error = None if done.cancelled() else done.exception()
         with self._lock:
             self._slot_id_to_pull.pop(slot_id, None)
