@@ -112,7 +112,7 @@ def build_vllm_worker(
         "device": section.device,
         "is_on_device": config.is_inbox_on_device,
     }
-    made = engine_config(settings, inbox)
+    made = engine_config(settings, inbox, sink.folder)
     clock = SystemClock()
     grammars = GrammarCompiler(
         TextCodec.load(model.directory),

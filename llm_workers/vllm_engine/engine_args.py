@@ -7,8 +7,10 @@ in the environment in which vLLM is installed, and imports vLLM only when it is 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from fabric.contracts import ConfigError
@@ -81,9 +83,11 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(f"workers.vllm has keys that vLLM does not know: {', '.join(unknown)}")
 
 
-def engine_config(settings: VllmSettings, inbox: Mapping[str, Any]) -> Any:
+def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path) -> Any:
     """Returns vLLM's config for a worker whose ranks have inboxes like `inbox` (`feature_connector.InboxPlace`, as a
-    mapping). Raises ConfigError if vLLM refuses an option."""
+    mapping). Side effect: vLLM keeps the sockets of its ranks in `folder`, and not in the folder for temporary files,
+    where it would leave them. Raises ConfigError if vLLM refuses an option."""
+    os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     from vllm.config import ECTransferConfig, KVEventsConfig
     from vllm.config.ec_manager_config import EncoderCacheManagerConfig
     from vllm.engine.arg_utils import AsyncEngineArgs

@@ -172,8 +172,9 @@ class RankedSink:
 
     def __init__(self, total_bytes: int, num_ranks: int) -> None:
         """Opens a socket in a new folder that only this user can enter."""
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
-        self.address = f"ipc://{self._folder}/ranks"
+        self.folder = Path(tempfile.mkdtemp(prefix="weft-ranks-"))
+        """Holds sockets, and is there until the ranks are connected."""
+        self.address = f"ipc://{self.folder}/ranks"
         self._lock = threading.Lock()
         self._arena = Arena(total_bytes, ALIGNMENT_BYTES, 1)
         self._pulls: dict[int, _RankedPull] = {}
@@ -184,7 +185,7 @@ class RankedSink:
         """Waits until the inbox of every rank is ready, and then removes the folder of the socket, which stays
         connected: so a process that is killed leaves nothing behind. Returns False after `timeout_s`."""
         are_there = self._ranks.are_there.wait(timeout_s)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
         return are_there
 
     def pull(self, ticket: FeatureTicket, timeout_s: float) -> Future[LandedFeature]:
@@ -236,7 +237,7 @@ class RankedSink:
         for pull in pulls.values():
             if pull.future.set_running_or_notify_cancel():
                 pull.future.set_exception(TransferFailed("the sink was closed"))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _take(self, peer: bytes, message: RankMessage) -> None:
         if isinstance(message, RankHello):

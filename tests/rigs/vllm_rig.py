@@ -59,7 +59,7 @@ def make_vllm_worker(
         "device": "cpu",
         "is_on_device": False,
     }
-    make_core = core_maker(engine_config(vllm, inbox), sink)
+    make_core = core_maker(engine_config(vllm, inbox, sink.folder), sink)
     clock = SystemClock()
     make_engine = functools.partial(VllmEngine, settings, model.family, make_core, clock)
     service = WorkerService(WORKER, settings, model.family, make_engine, plane, sink, clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from pathlib import Path
 
 from llm_workers.vllm_engine.engine_args import ENVIRONMENT
 
@@ -13,4 +14,5 @@ if importlib.util.find_spec("vllm") is None:
 else:
     # vLLM reads these when it is imported. The cores are shared, so no process is bound to one.
     os.environ.update(ENVIRONMENT)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path("build/torchinductor").absolute())
     os.environ.update({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"})
