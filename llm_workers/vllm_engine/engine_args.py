@@ -134,9 +134,11 @@ def core_maker(config: Any, sink: RankedSink) -> Callable[[Callable[[], None]], 
     """Returns what creates the engine core of this config (`core_engine.MakeCore`)."""
 
     def make_core(on_rank_lost: Callable[[], None]) -> Any:
+        from vllm import envs
         from vllm.v1.engine.core import EngineCore
         from vllm.v1.executor import Executor
 
+        envs.disable_envs_cache()  # An earlier core of this process may have read the environment for good.
         core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_rank_lost)
         if not sink.wait_for_ranks(HELLO_TIMEOUT_S):
             core.shutdown()

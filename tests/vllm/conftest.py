@@ -3,9 +3,14 @@ are not collected."""
 
 from __future__ import annotations
 
+import getpass
 import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
+
+import pytest
 
 from llm_workers.vllm_engine.engine_args import ENVIRONMENT
 
@@ -16,3 +21,9 @@ else:
     os.environ.update(ENVIRONMENT)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path("build/torchinductor").absolute())
     os.environ.update({"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"})
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Removes the folder that torch makes beside its cache of compiled code."""
+    shutil.rmtree(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}", ignore_errors=True)
