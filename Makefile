@@ -46,7 +46,7 @@ serve: install
 	$(BIN)/weft serve --port $(PORT)
 
 # gpu goes first: where there is none, all of it is skipped, and the run should not close on that.
-test: install lint types docs gpu chart small naive parity e2e fault
+test: install lint types docs gpu chart small naive parity e2e fault vllm
 
 # What to run before each commit: about a minute on two cores.
 quick: install lint types unit
