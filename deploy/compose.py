@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 DEMO_TRANSCRIPTION = "Which word is spoken?"
 """Is one of the questions that the demo model was trained on."""
 ATTENTION_NAME = "weft_paged"
+RANKS_START_S = 600.0
+"""All ranks of a worker together may take this many seconds to load their shares."""
 DECODED_BATCHES = 4
 """An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
 `DecodeRoom`."""
@@ -243,7 +245,9 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
     section = config.workers
     return WorkerConfig(
         block_size=section.block_size,
-        num_blocks=section.num_blocks,
+        num_blocks=section.stated_blocks(),
+        are_blocks_fitted=section.are_blocks_fitted(),
+        device_share=min(section.gpus_per_replica, 1.0) or 1.0,
         max_step_tokens=section.max_step_tokens,
         max_sequences=section.max_sequences,
         media_chunk_tokens=section.media_chunk_tokens,
@@ -273,6 +277,17 @@ def load_language_model(config: ClusterConfig, model: Model) -> LanguageModel:
     return model.family.load_language_model(model.directory, device, dtype, ATTENTION_NAME)
 
 
+def with_fitted_blocks(settings: WorkerConfig, model: Model, loaded: LanguageModel) -> WorkerConfig:
+    """Returns the settings with the number of KV blocks that the device has room for, if they ask for that. Every rank
+    of a worker must call it with what it has loaded, because all get the smallest number. Raises ConfigError if there
+    is no room."""
+    from llm_workers.compute import fit_blocks
+    from llm_workers.tensor_parallel import smallest_of_ranks
+
+    agree = partial(smallest_of_ranks, timeout_s=RANKS_START_S) if settings.num_ranks > 1 else int
+    return fit_blocks(loaded, model.family, settings, agree)
+
+
 def build_worker(
     config: ClusterConfig,
     model: Model,
@@ -290,13 +305,14 @@ def build_worker(
     from llm_workers.worker_service import WorkerService
 
     language_model = load_language_model(config, model)
-    if wrap is not None:
-        language_model = wrap(language_model)
     codec, vocab_size = TextCodec.load(model.directory), model.family.shape.vocab_size
     settings, clock, sender = worker_config(config), SystemClock(), None
     if config.stages is not None and connectors:
         sender = thinker_sender(config, connectors)
         settings = with_talker_rows(settings, read_speech_traits(model.directory))
+    settings = with_fitted_blocks(settings, model, language_model)
+    if wrap is not None:
+        language_model = wrap(language_model)
     grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling, settings.grammar_bytes)
     make_engine = partial(OwnEngine, settings, model.family, language_model, clock, sender=sender)
     service = WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)

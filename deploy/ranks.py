@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     LaunchRank = Callable[[ClusterConfig, Path, Invitation], RankProcess]
 
-START_TIMEOUT_S = 600.0
-"""All ranks together may take this many seconds to load their shares."""
-
 
 class WorkerEndpoint(NamedTuple):
     """Holds a worker's place among the members: its id, its endpoint of the message plane, its sink for features, and
@@ -82,7 +79,9 @@ def open_worker(
     if section.tensor_parallel == 1:
         return RankedWorker(compose.build_worker(config, model, *endpoint), None)
     ports = compose.port_range(config)
-    group = RankGroup(host, section.tensor_parallel, section.device, section.step_timeout_s, START_TIMEOUT_S, ports)
+    group = RankGroup(
+        host, section.tensor_parallel, section.device, section.step_timeout_s, compose.RANKS_START_S, ports
+    )
 
     def load() -> WorkerService:
         with shard_weights(section.tensor_parallel):
@@ -118,6 +117,7 @@ def load_share(config: ClusterConfig, model: compose.Model) -> Share:
     worker, shape = compose.worker_config(config), model.family.shape
     with shard_weights(worker.num_ranks):
         share = compose.load_language_model(config, model)
+    worker = compose.with_fitted_blocks(worker, model, share)
     heads = kv_heads(shape, worker.num_ranks)
     kv = PagedKV(shape.num_layers, worker.num_blocks, worker.block_size, heads, share.dtype, share.device)
     return Share(share, kv, select_backend("auto", kv))

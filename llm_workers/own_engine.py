@@ -18,6 +18,8 @@ import torch
 
 from fabric.contracts import Clock, context_scale_tokens
 from llm_workers.compute import (
+    SIZES,
+    GraphedModel,
     PagedKV,
     ReferencedFeatures,
     Runner,
@@ -25,6 +27,7 @@ from llm_workers.compute import (
     calibrate,
     make_side_rows,
     measure_workspace,
+    record_decodes,
     select_backend,
     with_graphs,
 )
@@ -58,6 +61,7 @@ class OwnEngine(Engine):
         self._measure = partial(measure_workspace, model, kv, backend, family, config)
         if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
             model = with_graphs(model, kv, shape.max_model_len)
+        self._has_graphs = isinstance(model, GraphedModel)
         features = ReferencedFeatures(scheduler.references)
         least_s = (lambda plan: config.least_step_s(*scheduler.work(plan))) if config.least_step_s(1, 1.0) else None
         side = make_side_rows(model, kv, config.side_layers)
@@ -80,10 +84,12 @@ class OwnEngine(Engine):
             self._sender.stop()
 
     async def prepare(self, costs: StepCosts) -> None:
-        """Fits `costs` to a few forward passes, which run in a separate thread, and measures the largest step if the
-        config asks for it. Raises ConfigError if the model's numbers are not finite or if there is no room for the
-        largest step."""
+        """Fits `costs` to a few forward passes, which run in a separate thread, records the CUDA graphs if there are
+        any, and measures the largest step if the config asks for it. Raises ConfigError if the model's numbers are not
+        finite or if there is no room for the largest step."""
         await asyncio.to_thread(calibrate, self._runner, self._family, self._config, costs, self._clock)
+        if self._has_graphs:
+            await asyncio.to_thread(record_decodes, self._runner, self._family, self._config, SIZES)
         if self._config.is_workspace_measured:
             # This runs in the thread that imported torch, because torch's profiler complains in other threads.
             self._measure()

@@ -146,7 +146,7 @@ def summary(planned: PlannedCluster) -> str:
     encoders = f"{arrangement.num_encoders} encoder{'s' if arrangement.num_encoders != 1 else ''}"
     where = _devices_line(planned.used) if planned.used else "no GPU"
     shared = ", which share a GPU" if arrangement.is_shared else ""
-    tokens = config.workers.num_blocks * config.workers.block_size
+    tokens = config.workers.stated_blocks() * config.workers.block_size
     return f"{where}: {encoders} and {workers}{shared}; each worker holds {tokens:,} tokens"
 
 
@@ -241,7 +241,7 @@ def _workers(planned: PlannedCluster) -> str:
             lines.append("  # One GPU holds the language model: ranks that wait for each other would be slower.")
         lines.append(f"  tensor_parallel: {config.tensor_parallel}")
         lines.append(f"  gpus_per_replica: {config.gpus_per_replica:g}")
-    tokens = config.num_blocks * config.block_size
+    tokens = config.stated_blocks() * config.block_size
     lines.append(f"  block_size: {config.block_size}")
     where = "what the weights and a step's workspace leave of each GPU" if planned.used else "modest, for one machine"
     if planned.are_blocks_enough:

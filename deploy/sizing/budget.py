@@ -134,7 +134,7 @@ def _worker(
         section.most_replicas,
         (
             _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
-            Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
+            Row("KV", taken.kv, place, f"{section.stated_blocks()} blocks of {section.block_size} tokens"),
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
             *_spoken_rows(config, family),
             Row("inbox", taken.inbox, "host", _room(family, taken.inbox, dtype, largest)),
@@ -172,7 +172,7 @@ def _spoken_rows(config: ClusterConfig, family: Family) -> list[Row]:
     section = config.workers
     if config.stages is None or section.tensor_parallel > 1:
         return []
-    num_tokens = section.num_blocks * section.block_size
+    num_tokens = section.stated_blocks() * section.block_size
     nbytes = num_tokens * family.shape.hidden_size * DTYPE_TO_BYTES[config.model.dtype]
     return [Row("for speech", nbytes, _place(section.device), "at most, rows of a hidden layer for the talker")]
 

@@ -28,12 +28,9 @@ from deploy.sizing.budget import (
 from deploy.sizing.largest_media import largest_items
 from deploy.sizing.stored_weights import StoredWeights
 from fabric.contracts import ConfigError
-from llm_workers.scheduling import LargestItem
+from llm_workers.scheduling import USABLE_SHARE, LargestItem
 
 GIB = 2**30
-USABLE_SHARE = 0.9
-"""Weft plans with this share of a device's memory, as vLLM does by default (docs/references.md); allocators leave gaps
-in the rest."""
 CONTEXT_BYTES = GIB
 """CUDA's own context, its libraries and the buffers of NCCL take about this much on each device."""
 HOST_SHARE = 0.8

@@ -10,7 +10,7 @@ The deployment opens a `RankGroup` for a worker with several ranks and gives it 
 `follow` in each rank process. This package knows nothing of requests, features and sampling.
 """
 
-from llm_workers.tensor_parallel.process_group import Invitation
+from llm_workers.tensor_parallel.process_group import Invitation, smallest_of_ranks
 from llm_workers.tensor_parallel.rank_group import RankGroup, RankProcess
 from llm_workers.tensor_parallel.rank_model import ParallelLanguageModel, Share, follow
 
@@ -21,4 +21,5 @@ __all__ = [
     "RankProcess",
     "Share",
     "follow",
+    "smallest_of_ranks",
 ]
