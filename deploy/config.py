@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.config_values import (
+    Blocks,
     Bytes,
     Device,
     LocalFile,
@@ -323,7 +324,7 @@ class WorkerSection(Section):
     step_timeout_s: float = Field(60.0, gt=0)
     """Each rank of a replica waits this many seconds for the others in a step; then the replica counts as lost."""
     block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)
-    num_blocks: Annotated[int, Field(ge=2)] | Literal["auto"] = default_of(WorkerConfig, "num_blocks")
+    num_blocks: Blocks = default_of(WorkerConfig, "num_blocks")
     """Sets the number of KV blocks of each worker. Together they hold `num_blocks * block_size` tokens, which all
     requests of the worker share with the prefix cache. With `auto`, a worker on a GPU takes as many as its memory
     holds beside the weights and the largest step; on a CPU `auto` is the default."""

@@ -6,14 +6,19 @@ vLLM pins other versions of some libraries than Weft, so these workers run in an
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.gpu_devices import find_devices
+from deploy.sizing import worker_utilization
+from deploy.topology import run_nvidia_smi
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
 from fabric.transport import FeatureSink, Plane
 from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, core_parts, engine_config
@@ -90,7 +95,12 @@ def build_vllm_worker(
     check_model(family)
     worker = vllm_worker_config(config, family)
     kv_bytes = worker.num_blocks * worker.block_size * token_kv_bytes(family, config.model.dtype)
-    on_cpu = {"kv_cache_memory_bytes": kv_bytes} if section.device == "cpu" else {}
+    if section.device == "cpu":
+        room: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes}
+    else:
+        devices = find_devices(run_nvidia_smi, os.environ)
+        share = worker_utilization(config, model, min((each.memory_bytes for each in devices), default=None))
+        room = {} if share is None else {"gpu_memory_utilization": share}
     settings = VllmSettings(
         model_dir=str(model.directory),
         dtype=config.model.dtype,
@@ -101,7 +111,7 @@ def build_vllm_worker(
         num_ranks=section.tensor_parallel,
         has_towers=family.shape.num_levels > 1,
         is_multimodal=bool(family.max_items),
-        options=on_cpu | dict(section.vllm),
+        options=room | dict(section.vllm),
     )
     made = engine_config(settings, sink, sink.usage().total_bytes, str(member_id))
     parts = core_parts(made, sink)

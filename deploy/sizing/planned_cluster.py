@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.gpu_devices import GIB, GpuDevice
 from deploy.sizing.budget import (
     FEATURES_BYTES,
     FEATURES_SHARE,
@@ -25,14 +26,12 @@ from deploy.sizing.budget import (
     ProcessBudget,
     plan_budget,
 )
+from deploy.sizing.device_use import CONTEXT_BYTES
 from deploy.sizing.largest_media import largest_items
 from deploy.sizing.stored_weights import StoredWeights
 from fabric.contracts import ConfigError
 from llm_workers.scheduling import USABLE_SHARE, LargestItem
 
-GIB = 2**30
-CONTEXT_BYTES = GIB
-"""CUDA's own context, its libraries and the buffers of NCCL take about this much on each device."""
 HOST_SHARE = 0.8
 STEP_TOKENS = (8192, 4096, 2048, 1024, 512, 256)
 BATCH_COSTS = (65536, 32768, 16384, 8192, 4096)
@@ -48,15 +47,6 @@ ENCODER_SHARE = 0.25
 """An encoder that shares its device with a worker asks Ray for this share of it."""
 NUM_DOUBLINGS = 8
 """Arenas are doubled at most so often until they hold the largest medium."""
-
-
-class GpuDevice(NamedTuple):
-    """A `GpuDevice` is a GPU, or a slice of one (MIG). `device_id` is what `CUDA_VISIBLE_DEVICES` takes."""
-
-    device_id: str
-    name: str
-    memory_bytes: int
-    is_slice: bool = False
 
 
 class Machine(NamedTuple):

@@ -247,10 +247,8 @@ def fit_blocks(
         workspace_bytes = _probed_workspace(model, family, config)
     give_back_cached(model.device)
     room = device_room(model.device)
-    # Where the attention can't read pages in place, it gathers the keys and values of a layer beside the pages.
-    per_block = block_bytes(shape, config, dtype)
-    if not reads_in_place(model.device.type, dtype, config.block_size):
-        per_block += -(-2 * per_block // shape.num_layers)
+    is_in_place = reads_in_place(model.device.type, dtype, config.block_size)
+    per_block = block_bytes(shape, config, dtype, is_in_place=is_in_place)
     found = fitting_blocks(room, config.device_share, workspace_bytes, per_block)
     num_blocks = agree(min(found, most_blocks(shape, config)))
     said = (

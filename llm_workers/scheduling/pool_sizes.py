@@ -159,10 +159,12 @@ def fitting_blocks(room: DeviceRoom, device_share: float, workspace_bytes: int, 
     return max(0, usable_bytes // bytes_per_block)
 
 
-def block_bytes(shape: ModelShape, config: WorkerConfig, dtype: str) -> int:
-    """Returns the bytes of one KV block on one rank, in all layers, with the rows of side layers."""
+def block_bytes(shape: ModelShape, config: WorkerConfig, dtype: str, *, is_in_place: bool = True) -> int:
+    """Returns the bytes of one KV block on one rank, in all layers, with the rows of side layers. Where attention can't
+    read pages in place, the keys and values that it gathers of one layer, and their copy, count too."""
     num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
-    per_token = 2 * shape.num_layers * num_kv_heads * head_dim + len(config.side_layers) * shape.hidden_size
+    num_layers = shape.num_layers + (0 if is_in_place else 2)
+    per_token = 2 * num_layers * num_kv_heads * head_dim + len(config.side_layers) * shape.hidden_size
     return config.block_size * per_token * DTYPE_TO_BYTES[dtype]
 
 

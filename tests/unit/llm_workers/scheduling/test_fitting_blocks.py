@@ -43,6 +43,7 @@ def test_a_block_holds_keys_values_and_side_rows_of_one_rank() -> None:
     assert plain == 2 * 3 * 2 * 16 * 8 * 2
     assert plain * 10 == worker_bytes(SHAPE, WorkerConfig(block_size=8, num_blocks=10), 0, "bfloat16").kv
     assert block_bytes(SHAPE, WorkerConfig(block_size=8, num_ranks=2), "bfloat16") == plain // 2
+    assert block_bytes(SHAPE, WorkerConfig(block_size=8), "bfloat16", is_in_place=False) == plain // 3 * 5
     with_rows = WorkerConfig(block_size=8, side_layers=(("talker", 1),))
     assert block_bytes(SHAPE, with_rows, "bfloat16") == plain + 8 * 64 * 2
 
