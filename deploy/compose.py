@@ -33,6 +33,7 @@ from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock
 from fabric.transport import FeatureSink, FeatureSource, Plane, PortRange, StageConnector
 from llm_workers.worker_config import Speculation, WorkerConfig
+from modalities.checkpoint_files import read_quantisation
 from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
@@ -108,10 +109,12 @@ def open_model(config: ClusterConfig, has_weights: bool = False) -> tuple[Cluste
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
     """Loads the description of the checkpoint in `directory`; it reads config files only. Raises ConfigError for an
-    unknown architecture, for KV heads that the workers' ranks can't share evenly, and for stages that speak where the
-    checkpoint has no voice."""
+    unknown architecture, for weights that are quantised in a way that the workers' engine can't load, for KV heads that
+    the workers' ranks can't share evenly, and for stages that speak where the checkpoint has no voice."""
     name = config.model.name or model_name(config.model.path)
     family = REGISTRY.load_family(directory)
+    if config.workers.engine == "weft":
+        read_quantisation(directory)
     check_shares(family.shape, config.workers.tensor_parallel)
     speech_settings(config, directory)
     return Model(directory, name, family)
