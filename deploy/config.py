@@ -509,7 +509,10 @@ class ClusterConfig(Section):
                     raise ValueError(f"workers.{name} is set, but workers.engine is weft; set engine to vllm")
             return self
         if self.stages is not None:
-            raise ValueError("stages need workers.engine: weft, because vLLM does not hand over what speech needs")
+            raise ValueError(
+                "speech (stages) needs workers.engine: weft, because vLLM does not hand over the thinker's hidden "
+                "states, which the talker reads; deploy/configs/gpu-speech.yaml is an example"
+            )
         unused = {
             "speculation.max_tokens": workers.speculation.max_tokens,
             "step_delay_s": workers.step_delay_s,

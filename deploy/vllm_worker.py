@@ -6,7 +6,9 @@ vLLM pins other versions of some libraries than Weft, so these workers run in an
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +23,7 @@ from deploy.sizing import worker_utilization
 from deploy.topology import run_nvidia_smi
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
 from fabric.transport import FeatureSink, Plane
-from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, core_parts, engine_config
+from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, check_reserved, core_parts, engine_config
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
@@ -31,6 +33,8 @@ from modalities.text import TextCodec
 CPU_BLOCK_TOKENS = 32
 """vLLM's attention on CPUs takes blocks of a multiple of this many tokens."""
 VLLM_MODALITIES = ("image", "video")
+CHECK_TIMEOUT_S = 120.0
+"""Limits how long vLLM may take to be imported for a check of its options; it takes 10 to 20 s on two cores."""
 
 
 def worker_python(config: ClusterConfig) -> Path:
@@ -46,6 +50,51 @@ def check_environment(config: ClusterConfig) -> None:
             f"workers.engine is vllm, but {python} is not there: `make install-vllm` makes its environment, and "
             "workers.python names the interpreter of another one"
         )
+
+
+_CHECK = """
+import json, sys
+from fabric.contracts import ConfigError
+from llm_workers.vllm_engine.engine_args import check_options
+try:
+    check_options(json.load(sys.stdin))
+except ConfigError as error:
+    print(error.message, file=sys.stderr)
+    sys.exit(3)
+"""
+_REFUSED = 3
+
+
+def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_S) -> str:
+    """Asks the interpreter of workers with vLLM whether vLLM knows the options in `workers.vllm`, in a process that
+    ends after that. Returns why the options were not checked, or an empty text if they are in order. Raises ConfigError
+    for an option that Weft decides itself or that vLLM does not know, and if the interpreter can't import vLLM."""
+    section = config.workers
+    if section.engine != "vllm":
+        return ""
+    check_reserved(section.vllm)
+    python = worker_python(config)
+    if not python.is_file():
+        return f"{python} is not on this machine (`make install-vllm` makes its environment)"
+    if not section.vllm:
+        return ""
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", _CHECK],
+            input=json.dumps(section.vllm),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=os.environ | process_variables(config),
+        )
+    except subprocess.TimeoutExpired:
+        return f"{python} did not answer within {timeout_s:g} s"
+    except OSError as error:
+        raise ConfigError(f"the interpreter of workers with vLLM can't run: {python}: {error.strerror}") from error
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(last if done.returncode == _REFUSED else f"{python} can't import vLLM: {last}")
+    return ""
 
 
 def process_variables(config: ClusterConfig) -> Mapping[str, str]:

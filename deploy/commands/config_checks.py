@@ -18,6 +18,8 @@ from deploy.serve_config import check_submitted
 from deploy.sizing import budget_lines, check_budget, too_few_gpus
 from deploy.speech_parts import stage_name
 from deploy.topology import run_nvidia_smi
+from deploy.vllm_worker import check_options_there
+from fabric.contracts import ConfigError
 from router.run import NO_TENANT, new_key
 
 
@@ -43,6 +45,13 @@ def check(arguments: argparse.Namespace) -> int:
         parts[stage_name(stage)] = str(stage.replicas)
     print("\n".join(limit_lines(config)))
     held, flaws = check_files(config) if not is_remote else (["files that the config names: not looked at"], [])
+    unchecked = ""
+    try:
+        unchecked = check_options_there(config)
+    except ConfigError as error:
+        flaws = [*flaws, error.message]
+    if unchecked:
+        print(f"the options in workers.vllm are not checked: {unchecked}")
     for line in held:
         print(line)
     for flaw in flaws:
