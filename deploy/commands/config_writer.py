@@ -28,6 +28,7 @@ from deploy.sizing import (
 )
 from deploy.topology import run_nvidia_smi
 from fabric.contracts import ConfigError
+from llm_workers.scheduling import PAGE_TOKENS_MULTIPLE
 
 
 def init(arguments: argparse.Namespace) -> int:
@@ -179,7 +180,12 @@ def _workers(planned: PlannedCluster) -> str:
         lines.append(f"  tensor_parallel: {config.tensor_parallel}")
         lines.append(f"  gpus_per_replica: {config.gpus_per_replica:g}")
     tokens = config.stated_blocks() * config.block_size
+    if config.block_size % PAGE_TOKENS_MULTIPLE == 0:
+        lines.append("  # The paged kernel reads blocks of this size where they lie.")
     lines.append(f"  block_size: {config.block_size}")
+    if config.cuda_graphs == "auto":
+        lines.append("  # Decode steps are recorded at the start, where torch can do that.")
+        lines.append(f"  cuda_graphs: {config.cuda_graphs}")
     where = "what the weights and a step's workspace leave of each GPU" if planned.used else "modest, for one machine"
     if planned.are_blocks_enough:
         where = "as much as the most sequences of a step can fill"

@@ -112,6 +112,16 @@ def test_the_arrangement_of_devices(
     check(plan, model(), language)
 
 
+def test_blocks_on_a_gpu_are_what_the_kernel_reads_in_place() -> None:
+    whole, spread, without = (
+        planned(gpus(*devices), model(), 8).config.workers for devices in ([80] * 2, [14] * 8, [])
+    )
+    assert (whole.block_size, whole.cuda_graphs) == (256, "auto")
+    assert (spread.block_size, spread.cuda_graphs) == (256, "off"), "several ranks record nothing"
+    assert spread.tensor_parallel > 1
+    assert (without.block_size, without.cuda_graphs) == (16, "off")
+
+
 def test_a_model_of_text_has_no_encoder() -> None:
     of = model(takes_media=False)
     plan = planned(gpus(*[80] * 8), of, 8)
