@@ -53,9 +53,8 @@ if TYPE_CHECKING:
 DEMO_TRANSCRIPTION = "Which word is spoken?"
 """Is one of the questions that the demo model was trained on."""
 ATTENTION_NAME = "weft_paged"
-RANKS_START_S = 600.0
-"""All ranks of a worker together may take this many seconds to load their shares."""
 DECODED_BATCHES = 4
+VLLM_MODALITIES = ("image", "video")
 """An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
 `DecodeRoom`."""
 
@@ -109,15 +108,24 @@ def open_model(config: ClusterConfig, has_weights: bool = False) -> tuple[Cluste
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
     """Loads the description of the checkpoint in `directory`; it reads config files only. Raises ConfigError for an
-    unknown architecture, for weights that are quantised in a way that the workers' engine can't load, for KV heads that
-    the workers' ranks can't share evenly, and for stages that speak where the checkpoint has no voice."""
+    unknown architecture, for media and for quantised weights that the workers' engine can't take, for KV heads that the
+    workers' ranks can't share evenly, and for stages that speak where the checkpoint has no voice."""
     name = config.model.name or model_name(config.model.path)
     family = REGISTRY.load_family(directory)
-    if config.workers.engine == "weft":
-        read_quantisation(directory)
+    _check_engine(config, family, directory)
     check_shares(family.shape, config.workers.tensor_parallel)
     speech_settings(config, directory)
     return Model(directory, name, family)
+
+
+def _check_engine(config: ClusterConfig, family: Family, directory: Path) -> None:
+    if config.workers.engine == "weft":
+        read_quantisation(directory)
+    elif unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
+        raise ConfigError(
+            f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
+            "use workers.engine: weft"
+        )
 
 
 def model_name(path: Path | str | None) -> str:
@@ -280,17 +288,6 @@ def load_language_model(config: ClusterConfig, model: Model) -> LanguageModel:
     return model.family.load_language_model(model.directory, device, dtype, ATTENTION_NAME)
 
 
-def with_fitted_blocks(settings: WorkerConfig, model: Model, loaded: LanguageModel) -> WorkerConfig:
-    """Returns the settings with the number of KV blocks that the device has room for, if they ask for that. Every rank
-    of a worker must call it with what it has loaded, because all get the smallest number. Raises ConfigError if there
-    is no room."""
-    from llm_workers.compute import fit_blocks
-    from llm_workers.tensor_parallel import smallest_of_ranks
-
-    agree = partial(smallest_of_ranks, timeout_s=RANKS_START_S) if settings.num_ranks > 1 else int
-    return fit_blocks(loaded, model.family, settings, agree)
-
-
 def build_worker(
     config: ClusterConfig,
     model: Model,
@@ -303,7 +300,7 @@ def build_worker(
     """Builds a worker around Weft's own engine; it loads the language model. Over `connectors` the worker reaches the
     stages that speak; without them, it answers in text alone. `wrap` may put a layer around the model (a bench's
     clocks, other ranks)."""
-    from llm_workers.own_engine import OwnEngine
+    from llm_workers.own_engine import OwnEngine, with_fitted_blocks
     from llm_workers.sampling import GrammarCompiler
     from llm_workers.worker_service import WorkerService
 
@@ -313,7 +310,7 @@ def build_worker(
     if config.stages is not None and connectors:
         sender = thinker_sender(config, connectors)
         settings = with_talker_rows(settings, read_speech_traits(model.directory))
-    settings = with_fitted_blocks(settings, model, language_model)
+    settings = with_fitted_blocks(settings, model.family, language_model)
     if wrap is not None:
         language_model = wrap(language_model)
     grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling, settings.grammar_bytes)

@@ -32,7 +32,6 @@ from modalities.text import TextCodec
 
 CPU_BLOCK_TOKENS = 32
 """vLLM's attention on CPUs takes blocks of a multiple of this many tokens."""
-VLLM_MODALITIES = ("image", "video")
 CHECK_TIMEOUT_S = 120.0
 """Limits how long vLLM may take to be imported for a check of its options; it takes 10 to 20 s on two cores."""
 
@@ -103,15 +102,6 @@ def process_variables(config: ClusterConfig) -> Mapping[str, str]:
     return dict(ENVIRONMENT) | (threads if config.workers.device == "cpu" else {})
 
 
-def check_model(family: Family) -> None:
-    """Raises ConfigError if a vLLM worker can't take what the model takes."""
-    if unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
-        raise ConfigError(
-            f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
-            "use workers.engine: weft"
-        )
-
-
 def vllm_worker_config(config: ClusterConfig, family: Family) -> WorkerConfig:
     """Returns the config of a worker with vLLM. On a GPU, vLLM decides how many blocks there are, and refuses to start
     if the longest request does not fit."""
@@ -141,7 +131,6 @@ def build_vllm_worker(
 
     assert isinstance(sink, RankedSink)
     family, section = model.family, config.workers
-    check_model(family)
     worker = vllm_worker_config(config, family)
     kv_bytes = worker.num_blocks * worker.block_size * token_kv_bytes(family, config.model.dtype)
     if section.device == "cpu":

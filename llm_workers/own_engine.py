@@ -25,6 +25,7 @@ from llm_workers.compute import (
     Runner,
     SideRows,
     calibrate,
+    fit_blocks,
     make_side_rows,
     measure_workspace,
     record_decodes,
@@ -35,6 +36,7 @@ from llm_workers.engine import Engine
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import Scheduler, StepCosts, kv_heads
 from llm_workers.stages import ChunkTransferAdapter, ThinkerOutlet, ThinkerRows
+from llm_workers.tensor_parallel import START_TIMEOUT_S, smallest_of_ranks
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, LanguageModel
 
@@ -105,6 +107,14 @@ class OwnEngine(Engine):
             "sample": run.sample_s,
             "output": step.commit_s,
         }
+
+
+def with_fitted_blocks(config: WorkerConfig, family: Family, model: LanguageModel) -> WorkerConfig:
+    """Returns the config with the number of KV blocks that the device has room for, if it asks for that. Every rank of a
+    worker must call it with the share that it has loaded, because all get the smallest number. Raises ConfigError if
+    there is no room."""
+    agree = partial(smallest_of_ranks, timeout_s=START_TIMEOUT_S) if config.num_ranks > 1 else int
+    return fit_blocks(model, family, config, agree)
 
 
 def read_rows(side: SideRows, block_ids: npt.NDArray[np.int64], start: int, end: int) -> ThinkerRows:

@@ -61,7 +61,11 @@ def check(arguments: argparse.Namespace) -> int:
     counts = ", ".join(f"{replicas} {name}" for name, replicas in parts.items())
     print(config.media.fetch.summary())
     devices = _devices(config, arguments.gpus, is_remote)
-    budget, why_not = check_budget(config, min((each.memory_bytes for each in devices), default=None))
+    try:
+        budget, why_not = check_budget(config, min((each.memory_bytes for each in devices), default=None))
+    except ConfigError as error:
+        print(f"{arguments.file}: {error.message}", file=sys.stderr)
+        return 1
     if budget is None:
         print(f"{arguments.file}: the config is valid ({counts} replicas)")
         print(f"the memory is not computed, because the model can't be read: {why_not}")

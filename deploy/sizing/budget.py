@@ -145,13 +145,14 @@ def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
 
 
 def check_budget(config: ClusterConfig, device_bytes: int | None = None) -> tuple[Budget | None, str]:
-    """Returns the budget for `weft check`, or None and the reason why the model's config can't be read. Reads no
-    weights."""
+    """Returns the budget for `weft check`, or None and the reason why the model is not at hand. Reads no weights.
+    Raises ConfigError if the model is at hand and the cluster can't serve it."""
     try:
-        config, model = compose.open_model(config)
-        return plan_budget(config, model, read_stored_weights(model.directory), device_bytes=device_bytes), ""
+        compose.resolve_model_dir(config, has_weights=False)
     except (ConfigError, Unavailable) as error:
         return None, error.message
+    config, model = compose.open_model(config)
+    return plan_budget(config, model, read_stored_weights(model.directory), device_bytes=device_bytes), ""
 
 
 # ------------------------------------------------------------ processes

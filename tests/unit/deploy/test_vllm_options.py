@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from modalities_files import thinker_config, write_config
 
 from deploy.cli import main
 from deploy.config import ClusterConfig
@@ -65,7 +66,7 @@ def test_what_can_not_be_checked_is_said(tmp_path: Path, capsys: Captured) -> No
     slow = interpreter(tmp_path, "exec sleep 30")
     assert check_options_there(config(slow, seed=7), timeout_s=0.05) == f"{slow} did not answer within 0.05 s"
     file = tmp_path / "weft.yaml"
-    file.write_text(f"workers: {{engine: vllm, python: {nowhere}, vllm: {{seed: 7}}}}\n")
+    file.write_text(f"model: {{path: {nowhere}}}\nworkers: {{engine: vllm, python: {nowhere}, vllm: {{seed: 7}}}}\n")
     assert main(["check", str(file)]) == 0
     assert f"the options in workers.vllm are not checked: {nowhere} is not" in capsys.readouterr().out
 
@@ -92,3 +93,20 @@ def test_speech_with_vllm_is_refused_by_name(tmp_path: Path, capsys: Captured) -
     assert SPEECH in capsys.readouterr().err
     assert main(["serve", "--config", str(file), "--in-process"]) == 1
     assert "serve without --in-process" in capsys.readouterr().err
+
+
+def test_a_model_that_hears_is_refused_by_name(tmp_path: Path, capsys: Captured) -> None:
+    """The demo model hears."""
+    file = tmp_path / "weft.yaml"
+    file.write_text("workers: {engine: vllm}\n")
+    assert main(["check", str(file)]) == 1
+    said = f"{file}: workers.engine is vllm, which takes no audio here, but qwen3_omni does; use workers.engine: weft"
+    assert said in capsys.readouterr().err
+
+
+def test_a_quantised_checkpoint_is_refused_by_the_name_of_its_scheme(tmp_path: Path, capsys: Captured) -> None:
+    awq = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    model_dir, file = write_config(tmp_path / "awq", thinker_config() | awq), tmp_path / "weft.yaml"
+    file.write_text(f"model: {{path: {model_dir}}}\n")
+    assert main(["check", str(file)]) == 1
+    assert "quantised by awq; it supports float8" in capsys.readouterr().err

@@ -106,14 +106,21 @@ def test_other_schemes_are_refused_by_name(tmp_path: Path, name: str, where: tup
     assert re.search(match, found.method)
 
 
+def seeing() -> dict[str, Any]:
+    """Returns the config of a model that sees and does not hear, which vLLM takes."""
+    thinker = thinker_config()
+    names = {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    return {name: thinker[name] for name in ("text_config", "vision_config")} | names
+
+
 def test_the_engine_of_the_workers_decides_which_checkpoints_are_served(tmp_path: Path) -> None:
     awq = {"quantization_config": {"quant_method": "awq", "bits": 4}}
-    directory = write_config(tmp_path / "awq", thinker_config() | awq)
+    directory = write_config(tmp_path / "awq", seeing() | awq)
     with pytest.raises(ConfigError, match=r"quantised by awq; .* set workers\.engine: vllm"):
         load_model(ClusterConfig(), directory)
     with_vllm = ClusterConfig.model_validate({"workers": {"engine": "vllm"}})
     assert load_model(with_vllm, directory).family.shape.num_layers == 4
-    float8 = write_config(tmp_path / "fp8", thinker_config() | {"quantization_config": FP8})
+    float8 = write_config(tmp_path / "fp8", seeing() | {"quantization_config": FP8})
     for config in (ClusterConfig(), with_vllm):
         assert load_model(config, float8).family is not None
 
