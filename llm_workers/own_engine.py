@@ -110,8 +110,8 @@ class OwnEngine(Engine):
 
 
 def with_fitted_blocks(config: WorkerConfig, family: Family, model: LanguageModel) -> WorkerConfig:
-    """Returns the config with the number of KV blocks that the device has room for, if it asks for that. Every rank of a
-    worker must call it with the share that it has loaded, because all get the smallest number. Raises ConfigError if
+    """Returns the config with the number of KV blocks that the device has room for, if it asks for that. Every rank of
+    a worker must call it with the share that it has loaded, because all get the smallest number. Raises ConfigError if
     there is no room."""
     agree = partial(smallest_of_ranks, timeout_s=START_TIMEOUT_S) if config.num_ranks > 1 else int
     return fit_blocks(model, family, config, agree)
