@@ -110,8 +110,15 @@ chart: install
 chart-files: install
 	$(BIN)/python tests/chart/chart_files.py
 
-unit property contract parity e2e fault gpu: install
+unit property contract parity e2e fault: install
 	$(BIN)/python -m pytest tests/$@ -q $(SPREAD)
+
+# Everything that needs a GPU, in Weft's environment and, after `make install-vllm VLLM=gpu`, in that of vLLM. The report
+# in build/gpu-report.md is for an issue (docs/gpu.md). Without a GPU all tests are skipped.
+gpu: install
+	$(BIN)/python -m pytest tests/gpu -q; status=$$?; \
+	if test -e $(VLLM_VENV)/.installed-gpu; then \
+	  $(VLLM_VENV)/bin/python -m pytest tests/gpu/test_gpu_vllm.py -q || status=1; fi; exit $$status
 
 # vLLM as a worker's engine, on this CPU: the contract of workers, answers equal to transformers', and a real cluster.
 vllm: install install-vllm

@@ -33,6 +33,7 @@ from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock
 from fabric.transport import FeatureSink, FeatureSource, Plane, PortRange, StageConnector
 from llm_workers.worker_config import Speculation, WorkerConfig
+from modalities.checkpoint_files import read_quantisation
 from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
@@ -53,6 +54,7 @@ DEMO_TRANSCRIPTION = "Which word is spoken?"
 """Is one of the questions that the demo model was trained on."""
 ATTENTION_NAME = "weft_paged"
 DECODED_BATCHES = 4
+VLLM_MODALITIES = ("image", "video")
 """An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
 `DecodeRoom`."""
 
@@ -106,13 +108,24 @@ def open_model(config: ClusterConfig, has_weights: bool = False) -> tuple[Cluste
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
     """Loads the description of the checkpoint in `directory`; it reads config files only. Raises ConfigError for an
-    unknown architecture, for KV heads that the workers' ranks can't share evenly, and for stages that speak where the
-    checkpoint has no voice."""
+    unknown architecture, for media and for quantised weights that the workers' engine can't take, for KV heads that the
+    workers' ranks can't share evenly, and for stages that speak where the checkpoint has no voice."""
     name = config.model.name or model_name(config.model.path)
     family = REGISTRY.load_family(directory)
+    _check_engine(config, family, directory)
     check_shares(family.shape, config.workers.tensor_parallel)
     speech_settings(config, directory)
     return Model(directory, name, family)
+
+
+def _check_engine(config: ClusterConfig, family: Family, directory: Path) -> None:
+    if config.workers.engine == "weft":
+        read_quantisation(directory)
+    elif unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
+        raise ConfigError(
+            f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
+            "use workers.engine: weft"
+        )
 
 
 def model_name(path: Path | str | None) -> str:
@@ -245,7 +258,9 @@ def worker_config(config: ClusterConfig) -> WorkerConfig:
     section = config.workers
     return WorkerConfig(
         block_size=section.block_size,
-        num_blocks=section.num_blocks,
+        num_blocks=section.stated_blocks(),
+        are_blocks_fitted=section.are_blocks_fitted(),
+        device_share=min(section.gpus_per_replica, 1.0) or 1.0,
         max_step_tokens=section.max_step_tokens,
         max_sequences=section.max_sequences,
         media_chunk_tokens=section.media_chunk_tokens,
@@ -287,18 +302,19 @@ def build_worker(
     """Builds a worker around Weft's own engine; it loads the language model. Over `connectors` the worker reaches the
     stages that speak; without them, it answers in text alone. `wrap` may put a layer around the model (a bench's
     clocks, other ranks)."""
-    from llm_workers.own_engine import OwnEngine
+    from llm_workers.own_engine import OwnEngine, with_fitted_blocks
     from llm_workers.sampling import GrammarCompiler
     from llm_workers.worker_service import WorkerService
 
     language_model = load_language_model(config, model)
-    if wrap is not None:
-        language_model = wrap(language_model)
     codec, vocab_size = TextCodec.load(model.directory), model.family.shape.vocab_size
     settings, clock, sender = worker_config(config), SystemClock(), None
     if config.stages is not None and connectors:
         sender = thinker_sender(config, connectors)
         settings = with_talker_rows(settings, read_speech_traits(model.directory))
+    settings = with_fitted_blocks(settings, model.family, language_model)
+    if wrap is not None:
+        language_model = wrap(language_model)
     grammars = GrammarCompiler(codec, vocab_size, grammar_limits(config).compiling, settings.grammar_bytes)
     make_engine = partial(OwnEngine, settings, model.family, language_model, clock, sender=sender)
     service = WorkerService(member_id, settings, model.family, make_engine, plane, sink, clock, grammars)

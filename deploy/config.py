@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from deploy.config_values import (
+    Blocks,
     Bytes,
     Device,
     LocalFile,
@@ -335,9 +336,10 @@ class WorkerSection(Section):
     step_timeout_s: float = Field(60.0, gt=0)
     """Each rank of a replica waits this many seconds for the others in a step; then the replica counts as lost."""
     block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)
-    num_blocks: int = Field(default_of(WorkerConfig, "num_blocks"), ge=2)
+    num_blocks: Blocks = default_of(WorkerConfig, "num_blocks")
     """Sets the number of KV blocks of each worker. Together they hold `num_blocks * block_size` tokens, which all
-    requests of the worker share with the prefix cache."""
+    requests of the worker share with the prefix cache. With `auto`, a worker on a GPU takes as many as its memory
+    holds beside the weights and the largest step; on a CPU `auto` is the default."""
     max_step_tokens: int = Field(default_of(WorkerConfig, "max_step_tokens"), ge=1)
     media_chunk_tokens: int | None = Field(default_of(WorkerConfig, "media_chunk_tokens"), ge=0)
     """Limits the tokens of a step while the worker has a request without media, and for two seconds after, by limiting
@@ -374,6 +376,14 @@ class WorkerSection(Section):
     """Adds this to `step_delay_s` for each prompt token of a step; a token after a long context counts for more."""
     step_delay_s_per_decode: float = Field(default_of(WorkerConfig, "step_delay_s_per_decode"), ge=0)
     """Adds this to `step_delay_s` for each sequence that decodes in a step."""
+
+    def are_blocks_fitted(self) -> bool:
+        """Returns whether the memory of each worker's GPU decides how many KV blocks it has."""
+        return self.num_blocks == "auto" and self.device == "cuda"
+
+    def stated_blocks(self) -> int:
+        """Returns the number of KV blocks that the config states, or the default if it is `auto`."""
+        return default_of(WorkerConfig, "num_blocks") if self.num_blocks == "auto" else self.num_blocks
 
     @property
     def first_replicas(self) -> int:
@@ -534,7 +544,10 @@ class ClusterConfig(Section):
                     raise ValueError(f"workers.{name} is set, but workers.engine is weft; set engine to vllm")
             return self
         if self.stages is not None:
-            raise ValueError("stages need workers.engine: weft, because vLLM does not hand over what speech needs")
+            raise ValueError(
+                "speech (stages) needs workers.engine: weft, because vLLM does not hand over the thinker's hidden "
+                "states, which the talker reads; deploy/configs/gpu-speech.yaml is an example"
+            )
         unused = {
             "speculation.max_tokens": workers.speculation.max_tokens,
             "step_delay_s": workers.step_delay_s,

@@ -37,6 +37,16 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Size = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
 """Is a number of bytes that may be 0."""
+
+
+def _check_blocks(value: object) -> object:
+    if value == "auto" or (isinstance(value, int) and value >= 2):
+        return value
+    raise ValueError(f"{value!r} is not a number of blocks; write `auto`, or a number of at least 2")
+
+
+Blocks = Annotated[Annotated[int, Field(ge=2)] | Literal["auto"], BeforeValidator(_check_blocks)]
+"""Is a number of KV blocks, or `auto` for as many as a device holds."""
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Device = Literal["cpu", "cuda"]
 

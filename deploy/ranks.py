@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 
     LaunchRank = Callable[[ClusterConfig, Path, Invitation], RankProcess]
 
-START_TIMEOUT_S = 600.0
-"""All ranks together may take this many seconds to load their shares."""
-
 
 class WorkerEndpoint(NamedTuple):
     """Holds a worker's place among the members: its id, its endpoint of the message plane, its sink for features, and
@@ -73,7 +70,7 @@ def open_worker(
 ) -> RankedWorker:
     """Loads the weights, on each rank its share, and returns the worker. Blocks until all ranks are ready. Raises
     ConfigError or WorkerLost."""
-    from llm_workers.tensor_parallel import ParallelLanguageModel, RankGroup
+    from llm_workers.tensor_parallel import START_TIMEOUT_S, ParallelLanguageModel, RankGroup
     from modalities.checkpoint_tensors import shard_weights
 
     section = config.workers
@@ -111,6 +108,7 @@ def run_rank(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> 
 def load_share(config: ClusterConfig, model: compose.Model) -> Share:
     """Loads a rank process's share: its part of the weights, and KV pages in the same number as on rank 0."""
     from llm_workers.compute import PagedKV, select_backend
+    from llm_workers.own_engine import with_fitted_blocks
     from llm_workers.scheduling import kv_heads
     from llm_workers.tensor_parallel import Share
     from modalities.checkpoint_tensors import shard_weights
@@ -118,6 +116,7 @@ def load_share(config: ClusterConfig, model: compose.Model) -> Share:
     worker, shape = compose.worker_config(config), model.family.shape
     with shard_weights(worker.num_ranks):
         share = compose.load_language_model(config, model)
+    worker = with_fitted_blocks(worker, model.family, share)
     heads = kv_heads(shape, worker.num_ranks)
     kv = PagedKV(shape.num_layers, worker.num_blocks, worker.block_size, heads, share.dtype, share.device)
     return Share(share, kv, select_backend("auto", kv))

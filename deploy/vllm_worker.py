@@ -6,18 +6,24 @@ vLLM pins other versions of some libraries than Weft, so these workers run in an
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from deploy import compose
 from deploy.config import ClusterConfig
-from deploy.sizing import staging_bytes
+from deploy.gpu_devices import find_devices
+from deploy.sizing import staging_bytes, worker_utilization
+from deploy.topology import run_nvidia_smi
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
 from fabric.transport import FeatureSink, Plane
-from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, core_maker, engine_config
+from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, check_reserved, core_maker, engine_config
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
@@ -26,7 +32,8 @@ from modalities.text import TextCodec
 
 CPU_BLOCK_TOKENS = 32
 """vLLM's attention on CPUs takes blocks of a multiple of this many tokens."""
-VLLM_MODALITIES = ("image", "video")
+CHECK_TIMEOUT_S = 120.0
+"""Limits how long vLLM may take to be imported for a check of its options; it takes 10 to 20 s on two cores."""
 
 
 def worker_python(config: ClusterConfig) -> Path:
@@ -44,19 +51,55 @@ def check_environment(config: ClusterConfig) -> None:
         )
 
 
+_CHECK = """
+import json, sys
+from fabric.contracts import ConfigError
+from llm_workers.vllm_engine.engine_args import check_options
+try:
+    check_options(json.load(sys.stdin))
+except ConfigError as error:
+    print(error.message, file=sys.stderr)
+    sys.exit(3)
+"""
+_REFUSED = 3
+
+
+def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_S) -> str:
+    """Asks the interpreter of workers with vLLM whether vLLM knows the options in `workers.vllm`, in a process that
+    ends after that. Returns why the options were not checked, or an empty text if they are in order. Raises ConfigError
+    for an option that Weft decides itself or that vLLM does not know, and if the interpreter can't import vLLM."""
+    section = config.workers
+    if section.engine != "vllm":
+        return ""
+    check_reserved(section.vllm)
+    python = worker_python(config)
+    if not python.is_file():
+        return f"{python} is not on this machine (`make install-vllm` makes its environment)"
+    if not section.vllm:
+        return ""
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", _CHECK],
+            input=json.dumps(section.vllm),
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            env=os.environ | process_variables(config),
+        )
+    except subprocess.TimeoutExpired:
+        return f"{python} did not answer within {timeout_s:g} s"
+    except OSError as error:
+        raise ConfigError(f"the interpreter of workers with vLLM can't run: {python}: {error.strerror}") from error
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2]
+        raise ConfigError(last if done.returncode == _REFUSED else f"{python} can't import vLLM: {last}")
+    return ""
+
+
 def process_variables(config: ClusterConfig) -> Mapping[str, str]:
     """Returns the variables that a process needs before it imports vLLM."""
     threads = {"OMP_NUM_THREADS": str(config.threads_per_replica), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     return dict(ENVIRONMENT) | (threads if config.workers.device == "cpu" else {})
-
-
-def check_model(family: Family) -> None:
-    """Raises ConfigError if a vLLM worker can't take what the model takes."""
-    if unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
-        raise ConfigError(
-            f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
-            "use workers.engine: weft"
-        )
 
 
 def vllm_worker_config(config: ClusterConfig, family: Family) -> WorkerConfig:
@@ -88,10 +131,14 @@ def build_vllm_worker(
 
     assert isinstance(sink, RankedSink)
     family, section = model.family, config.workers
-    check_model(family)
     worker = vllm_worker_config(config, family)
     kv_bytes = worker.num_blocks * worker.block_size * token_kv_bytes(family, config.model.dtype)
-    on_cpu = {"kv_cache_memory_bytes": kv_bytes} if section.device == "cpu" else {}
+    if section.device == "cpu":
+        room: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes}
+    else:
+        devices = find_devices(run_nvidia_smi, os.environ)
+        share = worker_utilization(config, model, min((each.memory_bytes for each in devices), default=None))
+        room = {} if share is None else {"gpu_memory_utilization": share}
     settings = VllmSettings(
         model_dir=str(model.directory),
         dtype=config.model.dtype,
@@ -102,7 +149,7 @@ def build_vllm_worker(
         num_ranks=section.tensor_parallel,
         has_towers=family.shape.num_levels > 1,
         is_multimodal=bool(family.max_items),
-        options=on_cpu | dict(section.vllm),
+        options=room | dict(section.vllm),
     )
     inbox = {
         "address": sink.address,

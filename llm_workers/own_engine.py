@@ -18,13 +18,17 @@ import torch
 
 from fabric.contracts import Clock, context_scale_tokens
 from llm_workers.compute import (
+    SIZES,
+    GraphedModel,
     PagedKV,
     ReferencedFeatures,
     Runner,
     SideRows,
     calibrate,
+    fit_blocks,
     make_side_rows,
     measure_workspace,
+    record_decodes,
     select_backend,
     with_graphs,
 )
@@ -32,6 +36,7 @@ from llm_workers.engine import Engine
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import Scheduler, StepCosts, kv_heads
 from llm_workers.stages import ChunkTransferAdapter, ThinkerOutlet, ThinkerRows
+from llm_workers.tensor_parallel import START_TIMEOUT_S, smallest_of_ranks
 from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, LanguageModel
 
@@ -58,6 +63,7 @@ class OwnEngine(Engine):
         self._measure = partial(measure_workspace, model, kv, backend, family, config)
         if config.cuda_graphs == "auto" and config.num_ranks == 1 and not config.side_layers:
             model = with_graphs(model, kv, shape.max_model_len)
+        self._has_graphs = isinstance(model, GraphedModel)
         features = ReferencedFeatures(scheduler.references)
         least_s = (lambda plan: config.least_step_s(*scheduler.work(plan))) if config.least_step_s(1, 1.0) else None
         side = make_side_rows(model, kv, config.side_layers)
@@ -80,10 +86,12 @@ class OwnEngine(Engine):
             self._sender.stop()
 
     async def prepare(self, costs: StepCosts) -> None:
-        """Fits `costs` to a few forward passes, which run in a separate thread, and measures the largest step if the
-        config asks for it. Raises ConfigError if the model's numbers are not finite or if there is no room for the
-        largest step."""
+        """Fits `costs` to a few forward passes, which run in a separate thread, records the CUDA graphs if there are
+        any, and measures the largest step if the config asks for it. Raises ConfigError if the model's numbers are not
+        finite or if there is no room for the largest step."""
         await asyncio.to_thread(calibrate, self._runner, self._family, self._config, costs, self._clock)
+        if self._has_graphs:
+            await asyncio.to_thread(record_decodes, self._runner, self._family, self._config, SIZES)
         if self._config.is_workspace_measured:
             # This runs in the thread that imported torch, because torch's profiler complains in other threads.
             self._measure()
@@ -99,6 +107,14 @@ class OwnEngine(Engine):
             "sample": run.sample_s,
             "output": step.commit_s,
         }
+
+
+def with_fitted_blocks(config: WorkerConfig, family: Family, model: LanguageModel) -> WorkerConfig:
+    """Returns the config with the number of KV blocks that the device has room for, if it asks for that. Every rank of
+    a worker must call it with the share that it has loaded, because all get the smallest number. Raises ConfigError if
+    there is no room."""
+    agree = partial(smallest_of_ranks, timeout_s=START_TIMEOUT_S) if config.num_ranks > 1 else int
+    return fit_blocks(model, family, config, agree)
 
 
 def read_rows(side: SideRows, block_ids: npt.NDArray[np.int64], start: int, end: int) -> ThinkerRows:

@@ -37,6 +37,11 @@ class WorkerConfig:
     block_size: int = 16
     """Sets the number of tokens per KV block."""
     num_blocks: int = 1024
+    are_blocks_fitted: bool = False
+    """Says whether the device's memory decides how many KV blocks there are, in place of `num_blocks`, when the weights
+    are loaded (`compute.fit_blocks`)."""
+    device_share: float = 1.0
+    """Holds the share of its device that the worker may take; others share the rest."""
     max_step_tokens: int = 512
     """Limits the tokens computed in one step, over all sequences."""
     media_chunk_tokens: int | None = None
@@ -103,6 +108,8 @@ class WorkerConfig:
         for name in ("media_chunk_tokens", "step_delay_s", "step_delay_s_per_token", "step_delay_s_per_decode"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"worker: {name} must be at least 0, not {getattr(self, name)}")
+        if not 0 < self.device_share <= 1:
+            raise ConfigError(f"worker: device_share must be above 0 and at most 1, not {self.device_share}")
         if self.cuda_graphs not in ("off", "auto"):
             raise ConfigError(f"worker: cuda_graphs must be `off` or `auto`, not {self.cuda_graphs!r}")
         if self.side_layers and self.num_ranks > 1:

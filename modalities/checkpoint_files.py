@@ -6,9 +6,11 @@ families: to which part of the model a weight belongs, which follows from its na
 weights are quantised (`read_quantisation`).
 
 Weft computes in the model's own dtype: float8 weights are multiplied by their scales when they are read
-(`modalities.checkpoint_tensors`). Any other scheme is refused by its name, since its weights are useless without
-special kernels or unpacking. The known forms of `quantization_config` are transformers' `FineGrainedFP8Config`
-(DeepSeek, Qwen), vLLM's `fp8`, and compressed-tensors' `QuantizationConfig` (llm-compressor).
+(`modalities.checkpoint_tensors`). Weights of any other scheme are refused by its name, since they are useless without
+special kernels or unpacking; vLLM has these. A checkpoint of such a scheme may have parts that are not quantised, such
+as its encoders, and those can be loaded (`read_stored_quantisation`). The known forms of `quantization_config` are
+transformers' `FineGrainedFP8Config` (DeepSeek, Qwen), vLLM's `fp8`, and compressed-tensors' `QuantizationConfig`
+(llm-compressor).
 
 This module is pure: it knows nothing of tensors and of particular models.
 """
@@ -130,14 +132,16 @@ _STRATEGIES = ("tensor", "channel", "block")
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Describes float8 weights. The area that a scale covers follows from the shape of the scales, and from `block`
-    where it is given."""
+    """Describes quantised weights. The area of float8 weights that a scale covers follows from the shape of the scales,
+    and from `block` where it is given."""
 
     method: str
     block: tuple[int, int] | None = None
     """Gives the rows and columns of a weight that share a scale, for scales per block."""
     plain_modules: tuple[str, ...] = ()
     """Lists the modules that are not quantised: names, ends of names, or patterns behind `re:`."""
+    is_loadable: bool = True
+    """Says whether Weft can load quantised weights of this scheme. If not, it loads parts without any."""
 
     def is_plain(self, name: str) -> bool:
         """Returns whether the config says that the weight `name` is not quantised."""
@@ -148,13 +152,33 @@ class Quantisation:
 def read_quantisation(model_dir: Path) -> Quantisation | None:
     """Returns the quantisation of a checkpoint, or None if its config has none. Raises ConfigError if the file is
     missing or broken, and if Weft can't load the scheme, which the error names."""
+    try:
+        return _found_quantisation(model_dir)
+    except _UnsupportedScheme as error:
+        raise ConfigError(
+            f"Weft's own engine does not support checkpoints that are quantised by {error}; it supports {SUPPORTED}. "
+            "For other schemes, set workers.engine: vllm"
+        ) from error
+
+
+def read_stored_quantisation(model_dir: Path) -> Quantisation | None:
+    """Returns what `read_quantisation` returns, and also a scheme that Weft can't load (`is_loadable`), for parts of
+    which no weight may be quantised. Raises ConfigError if the file is missing or broken."""
+    try:
+        return _found_quantisation(model_dir)
+    except _UnsupportedScheme as error:
+        return Quantisation(str(error), is_loadable=False)
+
+
+class _UnsupportedScheme(Exception):
+    """Says that Weft can't load weights of this scheme, which its text names."""
+
+
+def _found_quantisation(model_dir: Path) -> Quantisation | None:
     _, config = read_json(model_dir / "config.json")
     found = {json.dumps(section, sort_keys=True): section for section in _quantised_sections(config)}
     if len(found) > 1:
-        raise ConfigError(
-            f"{model_dir}: the parts of the model are quantised in {len(found)} different ways; "
-            "Weft supports one way for the whole model"
-        )
+        raise _UnsupportedScheme(f"{len(found)} different ways for the parts of the model")
     for section in found.values():
         return _parsed(section, model_dir)
     return None
@@ -180,7 +204,7 @@ def _parsed(section: Mapping[str, Any], model_dir: Path) -> Quantisation:
             return _compressed(section)
     except (TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{model_dir}: the quantization_config of {method} is broken: {error}") from error
-    raise _refusal(method)
+    raise _UnsupportedScheme(method)
 
 
 def _unnamed(section: Mapping[str, Any]) -> str:
@@ -192,7 +216,7 @@ def _unnamed(section: Mapping[str, Any]) -> str:
 def _fine_grained(section: Mapping[str, Any]) -> Quantisation:
     kind = str(section.get("fmt") or "e4m3").lower()
     if kind not in ("e4m3", "float8_e4m3fn"):
-        raise _refusal(f"fp8 of format {kind}")
+        raise _UnsupportedScheme(f"fp8 of format {kind}")
     plain = (*(section.get("modules_to_not_convert") or ()), *(section.get("ignored_layers") or ()))
     return Quantisation("fp8", _block(section.get("weight_block_size")), tuple(map(str, plain)))
 
@@ -200,9 +224,9 @@ def _fine_grained(section: Mapping[str, Any]) -> Quantisation:
 def _compressed(section: Mapping[str, Any]) -> Quantisation:
     name = "compressed-tensors"
     if (sparsity := str((section.get("sparsity_config") or {}).get("format") or "dense")) != "dense":
-        raise _refusal(f"{name} of format {sparsity}")
+        raise _UnsupportedScheme(f"{name} of format {sparsity}")
     if section.get("transform_config"):
-        raise _refusal(f"{name} with transforms")
+        raise _UnsupportedScheme(f"{name} with transforms")
     blocks = set()
     groups = [group for group in (section.get("config_groups") or {}).values() if group.get("weights")]
     for group in groups:
@@ -210,15 +234,17 @@ def _compressed(section: Mapping[str, Any]) -> Quantisation:
         form = str(group.get("format") or section.get("format") or "float-quantized")
         values = f"{weights.get('type', 'int')}{weights.get('num_bits', 8)}"
         if values != "float8" or form not in _FLOAT8_FORMATS:
-            raise _refusal(f"{name} of {values} ({form})")
+            raise _UnsupportedScheme(f"{name} of {values} ({form})")
         strategy = str(weights.get("strategy") or "tensor")
         if strategy not in _STRATEGIES or not weights.get("symmetric", True):
             form = "symmetric" if weights.get("symmetric", True) else "asymmetric"
-            raise _refusal(f"{name} with {form} {values} per {strategy}")
+            raise _UnsupportedScheme(f"{name} with {form} {values} per {strategy}")
         if strategy == "block":
             blocks.add(_block(weights.get("block_structure")))
     if not groups or len(blocks) > 1:
-        raise _refusal(f"{name} with {'several sizes of blocks' if groups else 'no config_groups for weights'}")
+        raise _UnsupportedScheme(
+            f"{name} with {'several sizes of blocks' if groups else 'no config_groups for weights'}"
+        )
     return Quantisation(name, next(iter(blocks), None), tuple(map(str, section.get("ignore") or ())))
 
 
@@ -239,7 +265,3 @@ def _covers(pattern: str, module: str) -> bool:
     if pattern.startswith("re:"):
         return re.match(pattern[3:], module) is not None
     return f".{pattern}." in f".{module}."
-
-
-def _refusal(scheme: str) -> ConfigError:
-    return ConfigError(f"Weft does not support checkpoints that are quantised by {scheme}; it supports {SUPPORTED}")

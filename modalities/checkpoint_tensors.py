@@ -37,6 +37,8 @@ from modalities.torch_dtypes import dtype_name
 _INDEX = ".index.json"
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16", "I64", "I32", "BOOL"})
 _FLOAT8 = "F8_E4M3"
+_NEVER_PACKED = _PLAIN - {"I32"}
+"""Lists the types in which no known scheme stores quantised weights: GPTQ and AWQ pack them into I32."""
 
 
 @contextmanager
@@ -98,6 +100,12 @@ def _plain(part: Mapping[str, Any], quantisation: Quantisation | None) -> Iterat
     used = set(weight_to_scale.values())
     for name, value in part.items():
         dtype = _dtype(value)
+        if quantisation is not None and not quantisation.is_loadable and dtype not in _NEVER_PACKED:
+            raise ConfigError(
+                f"the weight {name} is stored as {dtype}, because the checkpoint is quantised by "
+                f"{quantisation.method}; Weft loads those parts of such a checkpoint that are not quantised, and "
+                f"otherwise {SUPPORTED}"
+            )
         if name in used or (quantisation is not None and name.endswith(ACTIVATION_SUFFIXES)):
             continue
         if dtype in _PLAIN:

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from fabric.contracts import ConfigError, UnsupportedModality
-from modalities.checkpoint_files import read_json, read_quantisation
+from modalities.checkpoint_files import read_json
 from modalities.families import (
     causal_lm,
     internvl,
@@ -107,11 +107,10 @@ class Registry:
         return tuple(self._architecture_to_loader)
 
     def load_family(self, model_dir: Path) -> Family:
-        """Loads the family for the `architectures` in config.json. Raises ConfigError if the file is missing or broken,
-        if none of its architectures is known, and if the weights are quantised in a way that can't be loaded."""
+        """Loads the family for the `architectures` in config.json, whatever the form of the weights, which no family
+        reads here. Raises ConfigError if the file is missing or broken, or if none of its architectures is known."""
         self._call_plugins()
         names = read_architectures(model_dir)
-        read_quantisation(model_dir)
         for name in names:
             if name in self._architecture_to_loader:
                 return self._architecture_to_loader[name](model_dir)

@@ -122,6 +122,11 @@ def _add_checks(commands: Commands[WeftParser]) -> None:
         help="checks a config file: names every problem with its line and key, and prints the memory of each process",
     )
     check.add_argument("file", type=Path, help="is the YAML file to check")
+    check.add_argument(
+        "--gpus",
+        metavar="LIST",
+        help="says which GPUs the cluster has, for example 8x80GB or 2xL40S (default: those here)",
+    )
     check.set_defaults(run=_check)
 
     key = commands.add_parser("key", help="makes API keys for the file that access.keys_file names")

@@ -7,12 +7,19 @@ Both print for people and start nothing. The module knows nothing of clusters th
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from collections.abc import Sequence
 
+from deploy.config import ClusterConfig
+from deploy.gpu_devices import GpuDevice, find_devices, named_devices
 from deploy.limit_table import check_files, limit_lines
 from deploy.serve_config import check_submitted
-from deploy.sizing import budget_lines, check_budget
+from deploy.sizing import budget_lines, check_budget, too_few_gpus
 from deploy.speech_parts import stage_name
+from deploy.topology import run_nvidia_smi
+from deploy.vllm_worker import check_options_there
+from fabric.contracts import ConfigError
 from router.run import NO_TENANT, new_key
 
 
@@ -38,6 +45,13 @@ def check(arguments: argparse.Namespace) -> int:
         parts[stage_name(stage)] = str(stage.replicas)
     print("\n".join(limit_lines(config)))
     held, flaws = check_files(config) if not is_remote else (["files that the config names: not looked at"], [])
+    unchecked = ""
+    try:
+        unchecked = check_options_there(config)
+    except ConfigError as error:
+        flaws = [*flaws, error.message]
+    if unchecked:
+        print(f"the options in workers.vllm are not checked: {unchecked}")
     for line in held:
         print(line)
     for flaw in flaws:
@@ -46,17 +60,31 @@ def check(arguments: argparse.Namespace) -> int:
         return 1
     counts = ", ".join(f"{replicas} {name}" for name, replicas in parts.items())
     print(config.media.fetch.summary())
-    budget, why_not = check_budget(config)
+    devices = _devices(config, arguments.gpus, is_remote)
+    try:
+        budget, why_not = check_budget(config, min((each.memory_bytes for each in devices), default=None))
+    except ConfigError as error:
+        print(f"{arguments.file}: {error.message}", file=sys.stderr)
+        return 1
     if budget is None:
         print(f"{arguments.file}: the config is valid ({counts} replicas)")
         print(f"the memory is not computed, because the model can't be read: {why_not}")
         return 0
     print("\n".join(budget_lines(budget)))
-    for shortfall in budget.problems:
+    shortfalls = [*budget.problems, *(too_few_gpus(config, len(devices)) if arguments.gpus else ())]
+    for shortfall in shortfalls:
         print(f"{arguments.file}: {shortfall}", file=sys.stderr)
-    if not budget.problems:
+    if not shortfalls:
         print(f"{arguments.file}: the config is valid ({counts} replicas)")
-    return 1 if budget.problems else 0
+    return 1 if shortfalls else 0
+
+
+def _devices(config: ClusterConfig, named: str | None, is_remote: bool) -> Sequence[GpuDevice]:
+    """Returns the GPUs that are named, or those of this machine if the cluster runs on this machine. Raises ConfigError
+    if they are not named in the right form."""
+    if named:
+        return named_devices(named)
+    return [] if is_remote or config.ray.address is not None else find_devices(run_nvidia_smi, os.environ)
 
 
 def _span(first: int, most: int) -> str:

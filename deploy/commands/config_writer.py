@@ -1,25 +1,23 @@
 """Implements `weft init`: writes a config for the GPUs of this machine, or for others that are named.
 
-`find_devices` asks `nvidia-smi`, with slices of GPUs (MIG) in place of the GPUs that have them. `written` makes the
-YAML file of a planned cluster, in which a comment says why each number is what it is; what is written is read again and
-checked as `weft check` does, before the file is made. The module knows nothing of how a cluster is planned
-(`deploy.sizing`).
+`written` makes the YAML file of a planned cluster, in which a comment says why each number is what it is; what is
+written is read again and checked as `weft check` does, before the file is made. The module knows nothing of how devices
+are found (`deploy.gpu_devices`) and how a cluster is planned (`deploy.sizing`).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
+from deploy.gpu_devices import GIB, MIB, GpuDevice, find_devices, named_devices
 from deploy.sizing import (
-    GpuDevice,
     Machine,
     PlannedCluster,
     budget_lines,
@@ -28,14 +26,9 @@ from deploy.sizing import (
     plan_cluster,
     read_stored_weights,
 )
-from deploy.topology import RunNvidiaSmi, run_nvidia_smi
+from deploy.topology import run_nvidia_smi
 from fabric.contracts import ConfigError
-
-GIB = 2**30
-MIB = 2**20
-SLICE = re.compile(r"^\s+MIG\s+\S*?(\d+)gb\S*\s+Device\s+\d+:\s+\(UUID:\s*(MIG-[^)\s]+)\)", re.MULTILINE)
-WHOLE = re.compile(r"^GPU (\d+): (.*?) \(UUID: (GPU-[^)\s]+)\)", re.MULTILINE)
-NAMED = re.compile(r"(\d+)x(\d+(?:\.\d+)?)\s*(GB|GiB)?", re.IGNORECASE)
+from llm_workers.scheduling import PAGE_TOKENS_MULTIPLE
 
 
 def init(arguments: argparse.Namespace) -> int:
@@ -80,61 +73,6 @@ def planned_text(machine: Machine, model_dir: Path | None) -> tuple[str, Planned
     return text, planned
 
 
-# ------------------------------------------------------------ devices
-
-
-def find_devices(run: RunNvidiaSmi, environment: Mapping[str, str]) -> list[GpuDevice]:
-    """Returns the GPUs that this process may use, or none if there is no driver. A GPU that is cut into slices counts
-    by its slices."""
-    try:
-        listed = run(["-L"])
-        query = run(["--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits"])
-    except OSError:
-        return []
-    uuid_to_bytes = {
-        uuid: int(mib) * MIB for uuid, mib in re.findall(r"^\s*(\S+?)\s*,\s*(\d+)\s*$", query, re.MULTILINE)
-    }
-    devices: list[GpuDevice] = []
-    ends = [*(found.start() for found in WHOLE.finditer(listed)), len(listed)]
-    for found, end in zip(WHOLE.finditer(listed), ends[1:], strict=True):
-        slices = SLICE.findall(listed[found.end() : end])
-        if slices:
-            devices += [
-                GpuDevice(uuid, f"{found[2]} ({size} GB slice)", int(size) * GIB, True) for size, uuid in slices
-            ]
-        elif found[3] in uuid_to_bytes:
-            devices.append(GpuDevice(found[1], found[2], uuid_to_bytes[found[3]]))
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return devices
-    uuids = {found[1]: found[3] for found in WHOLE.finditer(listed)}
-    named = [name.strip() for name in visible.split(",")]
-    return [
-        device
-        for device in devices
-        if any(
-            name and (device.device_id == name or uuids.get(device.device_id, device.device_id).startswith(name))
-            for name in named
-        )
-    ]
-
-
-def named_devices(text: str) -> list[GpuDevice]:
-    """Returns devices as `8x80GB` or `2x80GB,4x24GB` names them, or none for `none`. Raises ConfigError for another
-    text."""
-    if text == "none":
-        return []
-    devices: list[GpuDevice] = []
-    for part in text.split(","):
-        found = NAMED.fullmatch(part.strip())
-        if found is None or not 1 <= int(found[1]) <= 64 or float(found[2]) <= 0:
-            raise ConfigError(f"--gpus {text!r} is not written as NUMBERxSIZE, for example 8x80GB, or none")
-        memory_bytes = int(float(found[2]) * GIB)  # Vendors write GB and mean GiB.
-        begin = len(devices)
-        devices += [GpuDevice(str(begin + at), "named with --gpus", memory_bytes) for at in range(int(found[1]))]
-    return devices
-
-
 # ------------------------------------------------------------ the file
 
 
@@ -146,7 +84,7 @@ def summary(planned: PlannedCluster) -> str:
     encoders = f"{arrangement.num_encoders} encoder{'s' if arrangement.num_encoders != 1 else ''}"
     where = _devices_line(planned.used) if planned.used else "no GPU"
     shared = ", which share a GPU" if arrangement.is_shared else ""
-    tokens = config.workers.num_blocks * config.workers.block_size
+    tokens = config.workers.stated_blocks() * config.workers.block_size
     return f"{where}: {encoders} and {workers}{shared}; each worker holds {tokens:,} tokens"
 
 
@@ -241,8 +179,13 @@ def _workers(planned: PlannedCluster) -> str:
             lines.append("  # One GPU holds the language model: ranks that wait for each other would be slower.")
         lines.append(f"  tensor_parallel: {config.tensor_parallel}")
         lines.append(f"  gpus_per_replica: {config.gpus_per_replica:g}")
-    tokens = config.num_blocks * config.block_size
+    tokens = config.stated_blocks() * config.block_size
+    if config.block_size % PAGE_TOKENS_MULTIPLE == 0:
+        lines.append("  # The paged kernel reads blocks of this size where they lie.")
     lines.append(f"  block_size: {config.block_size}")
+    if config.cuda_graphs == "auto":
+        lines.append("  # Decode steps are recorded at the start, where torch can do that.")
+        lines.append(f"  cuda_graphs: {config.cuda_graphs}")
     where = "what the weights and a step's workspace leave of each GPU" if planned.used else "modest, for one machine"
     if planned.are_blocks_enough:
         where = "as much as the most sequences of a step can fill"

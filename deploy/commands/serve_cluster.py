@@ -51,6 +51,8 @@ def serve(arguments: argparse.Namespace) -> int:
         },
         has_speech=arguments.speech,
     )
+    if arguments.in_process and config.workers.engine == "vllm":
+        raise ConfigError("workers with vLLM have an environment of their own, so serve without --in-process")
     if arguments.remove_left:
         from deploy.ray.runtime import remove_left
 

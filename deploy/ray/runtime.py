@@ -33,7 +33,7 @@ from deploy.process_setup import set_local_switches, show_logs_as_written, show_
 from deploy.sizing import refuse_if_too_small
 from deploy.start_phases import StartState
 from deploy.tls import TlsFiles, check_tls
-from deploy.vllm_worker import check_environment
+from deploy.vllm_worker import check_environment, check_options_there
 from fabric.contracts import ConfigError, Unavailable
 from fabric.transport import check_installed, join_host_port, remove_inboxes_without_owner
 
@@ -162,6 +162,8 @@ def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, com
     if not is_joined:  # The machines of another Ray may have what this one lacks.
         check_installed()
         check_environment(config)
+        if unchecked := check_options_there(config):
+            logger.warning("the options in workers.vllm are not checked: %s", unchecked)
     config, model = compose.open_model(config)
     refuse_if_too_small(config, model)
     if not is_joined:

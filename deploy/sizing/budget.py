@@ -1,13 +1,14 @@
 """Computes the memory of each process from the config and the model.
 
-`plan_budget` adds up the pools of an encoder, of a worker, and of each stage that speaks. `budget_lines` makes a table
-of them for people, and `refuse_if_too_small` refuses a config that is too small when a cluster starts. `arena_bytes`
-and `inbox_bytes` say how large the arenas for features are, which the plan counts and the replicas allocate: what the
-config says, and otherwise a published budget, limited by the memory of the machine. `spill_bytes` and `staging_bytes`
-say the same of the host's memory beside arenas on a device.
+`plan_budget` adds up the pools of an encoder, of a worker, and of each stage that speaks, and of all that share a GPU.
+Where the size of the GPUs is known, it says what does not fit, and how many KV blocks a worker has whose config leaves
+that to the device, or vLLM. `budget_lines` makes a table for people, and `refuse_if_too_small` refuses a config that is
+too small when a cluster starts. `arena_bytes` and `inbox_bytes` say how large the arenas for features are, which the
+plan counts and the replicas allocate: what the config says, and otherwise a published budget, limited by the memory of
+the machine. `spill_bytes` and `staging_bytes` say the same of the host's memory beside arenas on a device.
 
-The module reads config files, the headers of weight files and the size of the machine's memory. It allocates nothing
-and knows nothing of processes that run.
+The module reads config files, the headers of weight files and the size of the machine's memory. It allocates nothing,
+asks no device and knows nothing of processes that run.
 """
 
 from __future__ import annotations
@@ -15,11 +16,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.sizing.device_use import (
+    CONTEXT_BYTES,
+    VLLM_UTILIZATION,
+    DeviceUse,
+    gpu_needs,
+    misfits,
+    shared_kinds,
+    shared_utilization,
+)
 from deploy.sizing.largest_media import largest_items
 from deploy.sizing.stored_weights import StoredWeights, read_stored_weights
 from deploy.speech_parts import stage_name
@@ -27,13 +38,19 @@ from deploy.stages_config import CODE2WAV, TALKER, StageSection
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, Unavailable
 from llm_workers.scheduling import (
     NUM_HIDDEN_WIDTHS,
+    DeviceRoom,
     LargestItem,
     arena_room,
     arena_shortfall,
+    block_bytes,
     feature_bytes,
+    fitting_blocks,
+    most_blocks,
+    reads_in_place,
     shortfalls,
     worker_bytes,
 )
+from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family
 from modalities.speech_traits import QWEN2_5_OMNI, read_speech_traits
 
@@ -65,8 +82,12 @@ class Budget(NamedTuple):
     largest: tuple[LargestItem, ...]
     processes: tuple[ProcessBudget, ...]
     problems: tuple[str, ...]
-    """Says why the cluster could never serve some request within the limits; it is empty if the cluster can serve
-    all."""
+    """Says why the cluster could never serve some request within the limits, or does not fit its GPUs; it is empty if
+    the cluster can serve all."""
+    uses: tuple[DeviceUse, ...] = ()
+    """Says what is on a GPU, for each way in which the cluster fills one."""
+    device_bytes: int | None = None
+    """Holds the memory of the smallest GPU, if it is known."""
 
 
 def plan_budget(
@@ -74,24 +95,38 @@ def plan_budget(
     model: compose.Model,
     weights: StoredWeights | None,
     largest: Sequence[LargestItem] | None = None,
+    device_bytes: int | None = None,
 ) -> Budget:
     """Returns the memory budget of a cluster that serves this model. `largest` are the largest media that the config
-    permits, if the caller knows them already: finding them takes longer than all else."""
+    permits, if the caller knows them already: finding them takes longer than all else. `device_bytes` is the memory of
+    the smallest GPU, if it is known."""
     family = model.family
     modalities = compose.loaded_modalities(config, family)
     if largest is None:
         largest = largest_items(family, modalities, compose.media_limits(config), compose.video_options(config))
     dtype, shape = config.model.dtype, family.shape
-    problems = shortfalls(shape, compose.worker_config(config), inbox_bytes(config), dtype, largest)
-    processes = [_worker(config, family, weights, largest)]
+    processes = [_encoder(config, family, weights, largest)] if modalities else []
+    if config.stages is not None:
+        processes += _stages(config, model.directory, family, weights)
+    section = config.workers
+    if section.engine == "vllm" and section.device == "cuda":
+        worker, problems = _vllm_worker(config, family, weights, processes, device_bytes)
+        settings = None
+    else:
+        settings = _settled(config, family, weights, device_bytes)
+        worker, problems = _worker(config, family, weights, largest, settings), []
+    # Without a number of KV blocks, as many count as can be used: then no request is refused for them.
+    assumed = settings or replace(compose.worker_config(config), num_blocks=_most_blocks(config, family))
+    problems += shortfalls(shape, assumed, inbox_bytes(config), dtype, largest)
+    processes.insert(1 if modalities else 0, worker)
     if modalities:
-        processes.insert(0, _encoder(config, family, weights, largest))
         for item in largest:
             largest_arena = max(arena_bytes(config), spill_bytes(config))
             problems += arena_shortfall("encoders: arena_bytes", shape, largest_arena, dtype, item)
-    if config.stages is not None:
-        processes += _stages(config, model.directory, family, weights)
-    return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems))
+    uses = _device_uses(config, processes)
+    if device_bytes is not None:
+        problems += misfits(uses, device_bytes)
+    return Budget(model.name, dtype, tuple(largest), tuple(processes), tuple(problems), uses, device_bytes)
 
 
 def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
@@ -110,14 +145,15 @@ def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
         )
 
 
-def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
-    """Returns the budget for `weft check`, or None and the reason why the model's config can't be read. Reads no
-    weights."""
+def check_budget(config: ClusterConfig, device_bytes: int | None = None) -> tuple[Budget | None, str]:
+    """Returns the budget for `weft check`, or None and the reason why the model is not at hand. Reads no weights.
+    Raises ConfigError if the model is at hand and the cluster can't serve it."""
     try:
-        config, model = compose.open_model(config)
-        return plan_budget(config, model, read_stored_weights(model.directory)), ""
+        compose.resolve_model_dir(config, has_weights=False)
     except (ConfigError, Unavailable) as error:
         return None, error.message
+    config, model = compose.open_model(config)
+    return plan_budget(config, model, read_stored_weights(model.directory), device_bytes=device_bytes), ""
 
 
 # ------------------------------------------------------------ processes
@@ -126,30 +162,182 @@ def check_budget(config: ClusterConfig) -> tuple[Budget | None, str]:
 
 
 def _worker(
-    config: ClusterConfig, family: Family, weights: StoredWeights | None, largest: Sequence[LargestItem]
+    config: ClusterConfig,
+    family: Family,
+    weights: StoredWeights | None,
+    largest: Sequence[LargestItem],
+    settings: WorkerConfig | None,
 ) -> ProcessBudget:
+    """Returns the budget of a worker with these settings. Without settings, its number of KV blocks is not known."""
     section, dtype = config.workers, config.model.dtype
-    taken = worker_bytes(family.shape, compose.worker_config(config), inbox_bytes(config), dtype)
+    asked = settings or compose.worker_config(config)
+    is_in_place = reads_in_place(section.device, dtype, section.block_size)
+    taken = worker_bytes(family.shape, asked, inbox_bytes(config), dtype, is_in_place=is_in_place)
     place = _place(section.device)
+    note = f"{asked.num_blocks} blocks of {section.block_size} tokens"
+    if section.are_blocks_fitted():
+        note = f"about {note}: what the GPU has left" if settings else "as many blocks as the GPU has room for"
     return ProcessBudget(
         "worker",
         section.most_replicas,
         (
             _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
-            Row("KV", taken.kv, place, f"{section.num_blocks} blocks of {section.block_size} tokens"),
+            Row("KV", taken.kv if settings else None, place, note),
             Row("workspace", taken.workspace, place, f"estimate, steps of {section.max_step_tokens} tokens"),
-            *_spoken_rows(config, family),
-            Row(
-                "inbox",
-                taken.inbox,
-                place if config.is_inbox_on_device else "host",
-                _room(family, taken.inbox, dtype, largest),
-            ),
-            *_beside("staging", staging_bytes(config), "pinned, for features on slow ways to the device"),
-            Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
-            Row("grammars", section.grammar_bytes, "host", "at most, compiled grammars of structured output"),
+            *(_spoken_rows(config, family, settings.num_blocks) if settings else ()),
+            *_host_rows(config, family, largest),
         ),
     )
+
+
+def _host_rows(config: ClusterConfig, family: Family, largest: Sequence[LargestItem]) -> tuple[Row, ...]:
+    section, inbox = config.workers, inbox_bytes(config)
+    place = _place(section.device) if config.is_inbox_on_device else "host"
+    return (
+        Row("inbox", inbox, place, _room(family, inbox, config.model.dtype, largest)),
+        *_beside("staging", staging_bytes(config), "pinned, for features on slow ways to the device"),
+        Row("kept", _kept_bytes(config), "host", f"at most, keep_features: {section.keep_features}"),
+        Row("grammars", section.grammar_bytes, "host", "at most, compiled grammars of structured output"),
+    )
+
+
+def _settled(
+    config: ClusterConfig, family: Family, weights: StoredWeights | None, device_bytes: int | None
+) -> WorkerConfig | None:
+    """Returns the settings of a worker with the number of KV blocks that it will have, or None if that is not known. A
+    worker finds the number in the same way when it starts, with what it measures in place of estimates."""
+    section, dtype, shape = config.workers, config.model.dtype, family.shape
+    settings = compose.worker_config(config)
+    if config.stages is not None and section.tensor_parallel == 1:
+        settings = replace(settings, side_layers=(("talker", 0),))  # The number of layers counts, and not which one.
+    if not section.are_blocks_fitted():
+        return settings
+    if device_bytes is None or weights is None:
+        return None
+    row = _weights_row(weights.num_language, dtype, "cuda", section.tensor_parallel, _whole(family))
+    assert row.nbytes is not None
+    is_in_place = reads_in_place(section.device, dtype, section.block_size)
+    workspace = worker_bytes(shape, replace(settings, num_blocks=2), 0, dtype, is_in_place=is_in_place).workspace
+    free_bytes = device_bytes - CONTEXT_BYTES - row.nbytes
+    room = DeviceRoom(free_bytes, device_bytes, CONTEXT_BYTES + row.nbytes)
+    found = fitting_blocks(
+        room, settings.device_share, workspace, block_bytes(shape, settings, dtype, is_in_place=is_in_place)
+    )
+    return replace(settings, num_blocks=max(1, min(found, most_blocks(shape, settings))))
+
+
+def _most_blocks(config: ClusterConfig, family: Family) -> int:
+    return most_blocks(family.shape, compose.worker_config(config))
+
+
+def _vllm_worker(
+    config: ClusterConfig,
+    family: Family,
+    weights: StoredWeights | None,
+    others: Sequence[ProcessBudget],
+    device_bytes: int | None,
+) -> tuple[ProcessBudget, list[str]]:
+    """Returns the budget of a worker with vLLM on GPUs, and why vLLM would not start. vLLM takes a share of its GPU
+    (`gpu_memory_utilization`); its KV blocks get what the weights and a step leave of that."""
+    section, dtype, shape = config.workers, config.model.dtype, family.shape
+    num_parameters, held_bytes = 0, None
+    if weights is not None:
+        parts = [(weights.num_language, weights.packed_language)]
+        if shape.num_levels > 1:  # With DeepStack, vLLM loads the encoders too, although it never runs them.
+            parts.append((weights.num_encoder, weights.packed_encoder))
+        num_parameters = sum(count for count, _ in parts)
+        held_bytes = sum((count - packed.num_values) * DTYPE_TO_BYTES[dtype] + packed.nbytes for count, packed in parts)
+        held_bytes = -(-held_bytes // section.tensor_parallel)
+    settings = replace(compose.worker_config(config), num_blocks=2)
+    workspace = worker_bytes(shape, settings, 0, dtype, is_in_place=True).workspace
+    note = f"{num_parameters / 1e6:.1f} M parameters" if weights else "no safetensors files to count"
+    note += f", divided by {section.tensor_parallel} ranks" if weights and section.tensor_parallel > 1 else ""
+    problems: list[str] = []
+    kv_bytes, said = None, ""
+    try:
+        share = vllm_utilization(config, others, device_bytes)
+        if share is None:
+            said = "what gpu_memory_utilization leaves, which follows from what shares the GPU"
+        else:
+            said = f"what gpu_memory_utilization {share:g} leaves"
+    except ConfigError as error:
+        share = None
+        problems.append(error.message)
+    if share is not None and device_bytes is not None and held_bytes is not None:
+        kv_bytes = int(device_bytes * share) - held_bytes - workspace - CONTEXT_BYTES
+        per_token = block_bytes(shape, settings, dtype) // settings.block_size
+        num_tokens = max(0, kv_bytes) // per_token
+        said += f": {num_tokens} tokens"
+        longest = min(int(section.vllm.get("max_model_len") or shape.max_model_len), shape.max_model_len)
+        if num_tokens < longest:
+            problems.append(
+                f"workers: vLLM has room for {num_tokens} tokens in its KV blocks, and does not start with fewer than "
+                f"the {longest} of the longest request; set workers.vllm.max_model_len, spread each worker over more "
+                "GPUs (tensor_parallel), or use larger ones"
+            )
+    rows = (
+        Row("weights", held_bytes, "cuda", note),
+        Row("KV", None if kv_bytes is None else max(0, kv_bytes), "cuda", said),
+        Row("workspace", workspace, "cuda", f"estimate, steps of {section.max_step_tokens} tokens"),
+        *_host_rows(config, family, ()),
+    )
+    return ProcessBudget("worker", section.most_replicas, rows), problems
+
+
+def worker_utilization(config: ClusterConfig, model: compose.Model, device_bytes: int | None) -> float | None:
+    """Returns the `gpu_memory_utilization` of a worker with vLLM that shares a GPU of this size, or None if the config
+    or vLLM's default says it: the worker has its GPU alone, or the operator has set how much it takes. Raises
+    ConfigError if the others leave nothing, or if the size of the GPU is not known."""
+    section = config.workers
+    is_stated = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & section.vllm.keys()
+    if section.device != "cuda" or section.gpus_per_replica >= 1 or is_stated:
+        return None
+    if device_bytes is None:
+        raise ConfigError(
+            "workers with vLLM share a GPU, but nvidia-smi does not say how large it is; set "
+            "workers.vllm.gpu_memory_utilization"
+        )
+    modalities = compose.loaded_modalities(config, model.family)
+    largest = largest_items(model.family, modalities, compose.media_limits(config), compose.video_options(config))
+    others = [_encoder(config, model.family, read_stored_weights(model.directory), largest)] if modalities else []
+    return vllm_utilization(config, others, device_bytes)
+
+
+def vllm_utilization(config: ClusterConfig, others: Sequence[ProcessBudget], device_bytes: int | None) -> float | None:
+    """Returns the share of its GPU that a rank with vLLM takes, or None if that depends on a GPU of unknown size.
+    `others` are the budgets of the other processes. Raises ConfigError if those that share the GPU leave nothing."""
+    stated = config.workers.vllm.get("gpu_memory_utilization")
+    if stated is not None:
+        return float(stated)
+    needs = gpu_needs(config)
+    if needs["worker"].gpus_each >= 1:
+        return VLLM_UTILIZATION
+    if device_bytes is None:
+        return None
+    (shared,) = (each for each in shared_kinds(needs) if "worker" in each)
+    kind_to_bytes = {each.kind: _device_bytes(each) for each in others}
+    taken = sum(count * kind_to_bytes.get(kind, 0) for kind, count in shared.items() if kind != "worker")
+    return shared_utilization(device_bytes, taken, shared["worker"])
+
+
+def _device_bytes(process: ProcessBudget) -> int:
+    """Returns what one process takes of its GPU, with CUDA's own part."""
+    return sum(row.nbytes or 0 for row in process.rows if row.place == "cuda") + CONTEXT_BYTES
+
+
+def _device_uses(config: ClusterConfig, processes: Sequence[ProcessBudget]) -> tuple[DeviceUse, ...]:
+    kind_to_process = {each.kind: each for each in processes}
+    uses = []
+    for shared in shared_kinds({kind: need for kind, need in gpu_needs(config).items() if kind in kind_to_process}):
+        taken = sum(count * _device_bytes(kind_to_process[kind]) for kind, count in shared.items())
+        unknown = tuple(
+            f"{row.name} of the {kind}"
+            for kind in shared
+            for row in kind_to_process[kind].rows
+            if row.place == "cuda" and row.nbytes is None
+        )
+        uses.append(DeviceUse(shared, taken, unknown))
+    return tuple(uses)
 
 
 def _encoder(
@@ -186,12 +374,12 @@ def _beside(name: str, nbytes: int, note: str) -> list[Row]:
     return [Row(name, nbytes, "host", note)] if nbytes else []
 
 
-def _spoken_rows(config: ClusterConfig, family: Family) -> list[Row]:
+def _spoken_rows(config: ClusterConfig, family: Family, num_blocks: int) -> list[Row]:
     """Returns what a worker keeps for the talker: the rows of one hidden layer, beside its KV blocks."""
     section = config.workers
     if config.stages is None or section.tensor_parallel > 1:
         return []
-    num_tokens = section.num_blocks * section.block_size
+    num_tokens = num_blocks * section.block_size
     nbytes = num_tokens * family.shape.hidden_size * DTYPE_TO_BYTES[config.model.dtype]
     return [Row("for speech", nbytes, _place(section.device), "at most, rows of a hidden layer for the talker")]
 
@@ -244,7 +432,9 @@ def _blocks(stage: StageSection) -> str:
 
 
 def _kept_bytes(config: ClusterConfig) -> int:
-    return 0 if config.workers.keep_features == "never" else config.workers.kept_bytes
+    # Features of a worker with vLLM lie in the processes of its ranks, so it keeps none behind the prefill.
+    keeps_none = config.workers.keep_features == "never" or config.workers.engine == "vllm"
+    return 0 if keeps_none else config.workers.kept_bytes
 
 
 def _place(device: str) -> str:
@@ -359,6 +549,21 @@ def budget_lines(budget: Budget) -> list[str]:
             lines.append(
                 f"    {'sum':<12}{_size(sum(row.nbytes or 0 for row in here)):>12}  {place:<5} {note}".rstrip()
             )
+    return lines + _device_lines(budget)
+
+
+def _device_lines(budget: Budget) -> list[str]:
+    """Returns what is on a GPU, with CUDA's own part, beside the size of the GPUs where that is known."""
+    if not budget.uses:
+        return []
+    known = budget.device_bytes
+    size = "of a size that is not known; name it with --gpus, for example 8x80GB" if known is None else _size(known)
+    lines = [f"one GPU ({size}), with {_size(CONTEXT_BYTES)} for CUDA itself in each process:"]
+    for use in budget.uses:
+        note = f"without {', '.join(use.unknown)}" if use.unknown else ""
+        if known is not None and not use.unknown:
+            note = "fits" if use.taken_bytes <= known else "does not fit"
+        lines.append(f"    {use.name:<20}{_size(use.taken_bytes):>12}  {note}".rstrip())
     return lines
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.gpu_devices import GIB, GpuDevice
 from deploy.sizing.budget import (
     FEATURES_BYTES,
     FEATURES_SHARE,
@@ -25,17 +26,12 @@ from deploy.sizing.budget import (
     ProcessBudget,
     plan_budget,
 )
+from deploy.sizing.device_use import CONTEXT_BYTES
 from deploy.sizing.largest_media import largest_items
 from deploy.sizing.stored_weights import StoredWeights
 from fabric.contracts import ConfigError
-from llm_workers.scheduling import LargestItem
+from llm_workers.scheduling import PAGE_TOKENS_MULTIPLE, USABLE_SHARE, LargestItem, reads_in_place
 
-GIB = 2**30
-USABLE_SHARE = 0.9
-"""Weft plans with this share of a device's memory, as vLLM does by default (docs/references.md); allocators leave gaps
-in the rest."""
-CONTEXT_BYTES = GIB
-"""CUDA's own context, its libraries and the buffers of NCCL take about this much on each device."""
 HOST_SHARE = 0.8
 STEP_TOKENS = (8192, 4096, 2048, 1024, 512, 256)
 BATCH_COSTS = (65536, 32768, 16384, 8192, 4096)
@@ -51,15 +47,6 @@ ENCODER_SHARE = 0.25
 """An encoder that shares its device with a worker asks Ray for this share of it."""
 NUM_DOUBLINGS = 8
 """Arenas are doubled at most so often until they hold the largest medium."""
-
-
-class GpuDevice(NamedTuple):
-    """A `GpuDevice` is a GPU, or a slice of one (MIG). `device_id` is what `CUDA_VISIBLE_DEVICES` takes."""
-
-    device_id: str
-    name: str
-    memory_bytes: int
-    is_slice: bool = False
 
 
 class Machine(NamedTuple):
@@ -121,6 +108,9 @@ class _Planner:
     def __init__(self, machine: Machine, config: ClusterConfig, model: compose.Model, weights: StoredWeights) -> None:
         self._machine, self._base, self._model, self._weights = machine, config, model, weights
         self._takes_media = bool(model.family.max_items)
+        # Pages of this size are read where they lie; in single precision and on a CPU, none are.
+        is_in_place = bool(machine.devices) and reads_in_place("cuda", config.model.dtype, PAGE_TOKENS_MULTIPLE)
+        self._block_size = PAGE_TOKENS_MULTIPLE if is_in_place else BLOCK_SIZE
         limits, options = compose.media_limits(config), compose.video_options(config)
         self._largest: Sequence[LargestItem] = largest_items(
             model.family, tuple(model.family.max_items), limits, options
@@ -166,7 +156,7 @@ class _Planner:
         if nothing does."""
         room = int(device_bytes * USABLE_SHARE) - CONTEXT_BYTES
         max_model_len = self._model.family.shape.max_model_len
-        needed = max(2, -(-wanted.num_contexts * max_model_len // BLOCK_SIZE))
+        needed = max(2, -(-wanted.num_contexts * max_model_len // self._block_size))
         steps = [step for step in STEP_TOKENS if step >= wanted.step_tokens]
 
         def fits(num_blocks: int, step: int, batch: int) -> bool:
@@ -184,14 +174,14 @@ class _Planner:
                 config = self._with_arenas(self._config(arrangement, num_blocks, **values))
                 budget = self._budget(config)
                 if not budget.problems:
-                    is_whole = num_blocks * BLOCK_SIZE >= max_model_len
+                    is_whole = num_blocks * self._block_size >= max_model_len
                     is_most = num_blocks >= self.most_blocks()
                     return PlannedCluster(config, budget, arrangement, used, is_whole, is_most)
         return None
 
     def most_blocks(self) -> int:
         """Returns the number of KV blocks that the most sequences of a step fill at most."""
-        return -(-MAX_SEQUENCES * self._model.family.shape.max_model_len // BLOCK_SIZE)
+        return -(-MAX_SEQUENCES * self._model.family.shape.max_model_len // self._block_size)
 
     def _config(self, arrangement: Arrangement, num_blocks: int, step: int, batch: int) -> ClusterConfig:
         num_processes = arrangement.num_encoders + arrangement.num_workers * arrangement.num_ranks
@@ -210,7 +200,8 @@ class _Planner:
             "device": "cuda",
             "tensor_parallel": arrangement.num_ranks,
             "gpus_per_replica": 1 - ENCODER_SHARE if arrangement.is_shared else 1,
-            "block_size": BLOCK_SIZE,
+            "block_size": self._block_size,
+            "cuda_graphs": "auto" if self._block_size != BLOCK_SIZE and arrangement.num_ranks == 1 else "off",
             "num_blocks": num_blocks,
             "max_step_tokens": step,
             "max_sequences": MAX_SEQUENCES,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from modalities.checkpoint_files import ACTIVATION_SUFFIXES, SCALE_SUFFIXES
 
@@ -28,6 +28,16 @@ NAME_TO_STAGE = {"talker": "talker", "code2wav": "code2wav", "token2wav": "code2
 _SCALES = (*SCALE_SUFFIXES, *ACTIVATION_SUFFIXES)
 """Tensors with these suffixes are scales in quantised checkpoints. The count leaves them out: loading multiplies the
 scales of weights into the weights, and Weft does not quantise activations."""
+_PACKED_TO_BYTES = {"I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1}
+"""Maps the dtypes in which quantised weights are stored to the bytes of a value."""
+
+
+class PackedWeights(NamedTuple):
+    """Counts the values among the parameters that are stored as integers or float8, and the bytes of these. An engine
+    that computes on quantised weights holds them as they are stored."""
+
+    num_values: int = 0
+    nbytes: int = 0
 
 
 class StoredWeights(NamedTuple):
@@ -36,28 +46,45 @@ class StoredWeights(NamedTuple):
     num_language: int
     num_talker: int = 0
     num_code2wav: int = 0
+    packed_language: PackedWeights = PackedWeights()
+    packed_encoder: PackedWeights = PackedWeights()
 
 
 def read_stored_weights(model_dir: Path) -> StoredWeights | None:
     """Returns the number of parameters per part, or None if the directory has no readable safetensors files."""
     counts = {"encoder": 0, "language": 0, "talker": 0, "code2wav": 0}
+    packed = dict.fromkeys(counts, PackedWeights())
     files = sorted(model_dir.glob("*.safetensors"))
     try:
         for path in files:
             for name, tensor in _header(path).items():
-                if name != "__metadata__" and not name.endswith(_SCALES):
-                    counts[_part(name)] += math.prod(tensor["shape"])
+                if name == "__metadata__" or name.endswith(_SCALES):
+                    continue
+                part, num_values = _part(name), math.prod(tensor["shape"])
+                counts[part] += num_values
+                if (size := _PACKED_TO_BYTES.get(tensor["dtype"])) is not None:
+                    before = packed[part]
+                    packed[part] = PackedWeights(before.num_values + num_values, before.nbytes + num_values * size)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return StoredWeights(*counts.values()) if files else None
+    if not files:
+        return None
+    return StoredWeights(
+        counts["encoder"],
+        counts["language"],
+        counts["talker"],
+        counts["code2wav"],
+        packed["language"],
+        packed["encoder"],
+    )
 
 
-def _header(path: Path) -> dict[str, dict[str, list[int]]]:
+def _header(path: Path) -> dict[str, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > MAX_HEADER_BYTES:
             raise ValueError(f"{path} is not a safetensors file")
-        header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))
+        header: dict[str, dict[str, Any]] = json.loads(file.read(length))
     return header
 
 

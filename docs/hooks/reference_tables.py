@@ -231,11 +231,14 @@ def _type(schema: Mapping[str, Any] | bool) -> str:
         return " or ".join("none" if each.get("type") == "null" else _type(each) for each in schema["anyOf"])
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
+    if "const" in schema:
+        return f"`{schema['const']}`"
     match schema.get("type"):
         case "array":
             return f"list of {_type(schema['items'])}"
         case "object":
-            return f"mapping of names to {_type(schema['additionalProperties'])}"
+            inner = schema.get("additionalProperties")
+            return f"mapping of names to {_type(inner) if isinstance(inner, Mapping) else 'values'}"
         case "boolean":
             return "`true` or `false`"
         case "string":

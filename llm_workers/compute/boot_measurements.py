@@ -1,24 +1,22 @@
 """Measures at boot, before the first request, what steps cost on this machine and how much memory the largest takes.
 
-`calibrate` fits the costs of steps to a few steps on made-up tokens. `measure_workspace` runs the largest allowed step
-and reports how much device memory it takes besides weights, KV pages and inbox. Both run before the scheduler owns any
-block, so they may write anywhere in the KV pages. This module knows nothing of requests.
+`calibrate` fits the costs of steps to a few steps on made-up tokens, and `record_decodes` runs one decode step of each
+size that is recorded as a CUDA graph. `measure_workspace` runs the largest allowed step and reports how much device
+memory it takes besides weights, KV pages and inbox. All of them run before the scheduler owns any block, so they may
+write anywhere in the KV pages. `fit_blocks` runs earlier, when only the weights are loaded: it finds how many KV blocks
+the device has room for. This module knows nothing of requests.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from fabric.contracts import (
     Clock,
@@ -30,7 +28,8 @@ from fabric.contracts import (
     UnitKey,
     context_scale_tokens,
 )
-from llm_workers.compute.attention import Backend
+from llm_workers.compute.attention import Backend, select_backend
+from llm_workers.compute.device_memory import bytes_left, device_room, give_back_cached, peak_bytes
 from llm_workers.compute.paged_kv import PagedKV
 from llm_workers.compute.runner import Runner
 from llm_workers.scheduling import (
@@ -41,6 +40,11 @@ from llm_workers.scheduling import (
     StepCosts,
     StepPlan,
     TokenCounts,
+    block_bytes,
+    fitting_blocks,
+    kv_heads,
+    most_blocks,
+    reads_in_place,
     worker_bytes,
 )
 from llm_workers.worker_config import WorkerConfig
@@ -82,6 +86,16 @@ def calibrate(runner: Runner, family: Family, config: WorkerConfig, costs: StepC
     ]
     scale = context_scale_tokens(family.shape.hidden_size)
     costs.fit([(plan.work(scale), _seconds(runner, plan, clock)) for plan in plans])
+
+
+def record_decodes(runner: Runner, family: Family, config: WorkerConfig, sizes: Sequence[int]) -> None:
+    """Runs a decode step of each of these numbers of rows, as far as the limits of the worker allow such a step, so
+    that no request waits while it is recorded."""
+    most = min(config.max_step_tokens, config.max_sequences)
+    at = min(config.block_size, config.num_blocks * config.block_size - 1, family.shape.max_model_len - 1)
+    for number in sorted({min(size, most) for size in sizes}):
+        chunks = tuple(_calibration_chunk(family, config.block_size, row, at, 1) for row in range(number))
+        runner.execute(StepPlan(0, chunks))
 
 
 def _seconds(runner: Runner, plan: StepPlan, clock: Clock) -> float:
@@ -142,7 +156,7 @@ def measure_workspace(
             "num_blocks"
         ) from error
     workspace = Workspace(num_bytes, bytes_left(model.device))
-    estimated = worker_bytes(family.shape, config, 0, dtype_name(model.dtype)).workspace
+    estimated = _estimated_workspace(model, family, config)
     _LOG.info(
         "the largest step takes %.1f MiB (the estimate is %.1f MiB), and %s has %.0f MiB left",
         num_bytes / 2**20,
@@ -212,50 +226,72 @@ class _MadeUpFeatures:
         return self._rows
 
 
-# ---------------------------------------------------------------- a device's memory
-
-_PROFILING = threading.Lock()
-"""Guards torch's profiler, because there is one per process, and it counts for the thread that started it."""
+# ---------------------------------------------------------------- the number of KV blocks
 
 
-def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """Returns how many bytes `run` takes on the device at its peak, in addition to the memory in use before. On CUDA
-    the allocator reports its peak. On a CPU every allocation of torch is counted; memory that a library allocates
-    outside torch is not counted."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with _PROFILING, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = profiled.profiler.kineto_results.events() if profiled.profiler else []
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    return int(max(np.cumsum([0, *(nbytes for _, nbytes in changes)])))
+def fit_blocks(
+    model: LanguageModel, family: Family, config: WorkerConfig, agree: Callable[[int], int] = int
+) -> WorkerConfig:
+    """Returns the config with the number of KV blocks that the device has room for, if the config asks for that, and
+    else the config itself. Call it when the weights are loaded and no pages are allocated.
+
+    One rank measures the workspace of the largest step. Several ranks estimate it, because a step needs the pages of
+    all of them; each finds its own number and then calls `agree`, which returns the smallest. Raises ConfigError if
+    there is no room for two blocks."""
+    if not config.are_blocks_fitted:
+        return config
+    shape, dtype = family.shape, dtype_name(model.dtype)
+    if config.num_ranks > 1:
+        workspace_bytes = _estimated_workspace(model, family, replace(config, num_blocks=_probe_blocks(family, config)))
+    else:
+        workspace_bytes = _probed_workspace(model, family, config)
+    give_back_cached(model.device)
+    room = device_room(model.device)
+    is_in_place = reads_in_place(model.device.type, dtype, config.block_size)
+    per_block = block_bytes(shape, config, dtype, is_in_place=is_in_place)
+    found = fitting_blocks(room, config.device_share, workspace_bytes, per_block)
+    num_blocks = agree(min(found, most_blocks(shape, config)))
+    said = (
+        f"{model.device} has {room.free_bytes / 2**20:.0f} MiB left beside the weights, and the largest step takes "
+        f"{workspace_bytes / 2**20:.0f} MiB"
+    )
+    if num_blocks < 2:
+        raise ConfigError(
+            f"workers: there is no room for KV blocks of {config.block_size} tokens: {said}; lower max_step_tokens or "
+            "max_sequences, or use a larger device"
+        )
+    _LOG.info("%s, so there are %d KV blocks of %d tokens", said, num_blocks, config.block_size)
+    return replace(config, num_blocks=num_blocks, are_blocks_fitted=False)
 
 
-def bytes_left(device: torch.device) -> int:
-    """Returns the bytes that are left on the device, or in the machine (or control group) in which this process
-    runs."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    left = _read_number(Path("/proc/meminfo"), "MemAvailable:") * 1024
-    if not left:  # Only Linux says how much is available; elsewhere the size of the machine's memory stands for it.
-        left = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    group = Path("/sys/fs/cgroup")
-    limit, used = _read_number(group / "memory.max"), _read_number(group / "memory.current")
-    return min(left, limit - used + _read_number(group / "memory.stat", "inactive_file")) if limit else left
-
-
-def _read_number(path: Path, name: str = "") -> int:
-    """Returns the number that follows `name` in the file, or the first number if `name` is empty. Returns 0 if there is
-    none."""
+def _probed_workspace(model: LanguageModel, family: Family, config: WorkerConfig) -> int:
+    """Returns the peak memory in bytes of the largest step, which runs on the pages of one layer. Raises ConfigError if
+    it does not fit."""
+    probe = replace(config, num_blocks=_probe_blocks(family, config))
+    shape = family.shape
+    heads = kv_heads(shape, 1)
     try:
-        words = path.read_text().split()
-        return int(words[words.index(name) + 1 if name else 0])
-    except (OSError, ValueError):
-        # There is no such file or line, or the value is "max".
-        return 0
+        kv = PagedKV.of_one_layer(
+            shape.num_layers, probe.num_blocks, probe.block_size, heads, model.dtype, model.device
+        )
+        plan = largest_step(family, probe)
+        features = _MadeUpFeatures(shape, plan.chunks[0].num_tokens, model.dtype)
+        runner = Runner(model, kv, features, select_backend("auto", kv))
+        return peak_bytes(lambda: runner.execute(plan), model.device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"workers: a step of {config.max_step_tokens} tokens and {config.max_sequences} sequences does not fit on "
+            f"{model.device} in addition to the weights; lower max_step_tokens or max_sequences"
+        ) from error
+
+
+def _probe_blocks(family: Family, config: WorkerConfig) -> int:
+    """Returns the blocks of the longest context and one for each other sequence, but at most those that can be used."""
+    longest = -(-family.shape.max_model_len // config.block_size)
+    return min(longest + config.max_sequences, most_blocks(family.shape, config))
+
+
+def _estimated_workspace(model: LanguageModel, family: Family, config: WorkerConfig) -> int:
+    dtype = dtype_name(model.dtype)
+    is_in_place = reads_in_place(model.device.type, dtype, config.block_size)
+    return worker_bytes(family.shape, config, 0, dtype, is_in_place=is_in_place).workspace

@@ -6,8 +6,8 @@ and lengths live in buffers that every step fills again. Only a few step sizes a
 with copies of its first row, which write the same values as that row. Only steps that read whole pages in place can be
 recorded (`varlen_attention` with a block table). Every other step, and every step with a sequence that has several
 tokens, runs without a graph. Graphs are off unless the config turns them on. The graphs take their memory when they are
-recorded. The measured workspace does not include this memory, so the operator must leave room for it. This module knows
-nothing of requests.
+recorded: at boot, before the largest step is measured (`boot_measurements.record_decodes`). This module knows nothing
+of requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from llm_workers.compute.paged_kv import PagedKV, SequenceRows
-from llm_workers.compute.varlen_attention import PAGE_TOKENS_MULTIPLE, has_block_tables, is_varlen_available
+from llm_workers.compute.varlen_attention import has_block_tables, is_varlen_available
+from llm_workers.scheduling import PAGE_TOKENS_MULTIPLE
 from modalities.family import LanguageModel
 
 _LOG = logging.getLogger(__name__)

@@ -47,6 +47,22 @@ class PagedKV:
         shape = (num_layers, 2, num_blocks * block_size, *heads)
         self._pages = torch.zeros(shape, dtype=dtype, device=device)
 
+    @classmethod
+    def of_one_layer(
+        cls,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        heads: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> PagedKV:
+        """Returns pages for `num_layers` layers that all lie in the memory of one, for measuring a step before the real
+        pages are there. What a layer reads is then what the last layer wrote."""
+        kv = cls(1, num_blocks, block_size, heads, dtype, device)
+        kv._pages = kv._pages.expand(num_layers, *kv._pages.shape[1:])
+        return kv
+
     @property
     def device(self) -> torch.device:
         return self._pages.device

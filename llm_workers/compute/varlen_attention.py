@@ -16,10 +16,7 @@ import numpy as np
 import torch
 
 from llm_workers.compute.paged_kv import PagedKV, SequenceRows, write_slots
-
-PAGE_TOKENS_MULTIPLE = 256
-"""The block size must be a multiple of this many tokens for the paged kernel of flash attention; smaller blocks are
-gathered."""
+from llm_workers.scheduling import PAGE_TOKENS_MULTIPLE
 
 
 def is_varlen_available(kv: PagedKV) -> bool:

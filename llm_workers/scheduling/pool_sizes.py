@@ -1,9 +1,9 @@
 """Computes how much memory a worker's pools take, and whether they can hold the largest request that the limits allow.
 
-`shortfalls` compares the largest media with the pools, `worker_bytes` adds up what one replica holds, and `kv_heads`
-says how many KV heads the pages of one of several ranks hold. This is arithmetic on a model's shape and a config: it
-allocates nothing and loads nothing. It knows nothing of a device's size or of weights, and expects that the ranks
-divide the KV heads evenly.
+`shortfalls` compares the largest media with the pools, `worker_bytes` adds up what one replica holds, `fitting_blocks`
+says how many KV blocks a device has room for, and `kv_heads` says how many KV heads the pages of one of several ranks
+hold. This is arithmetic on a model's shape and a config: it allocates nothing and loads nothing. It asks no device and
+knows nothing of weights, and expects that the ranks divide the KV heads evenly.
 """
 
 from __future__ import annotations
@@ -100,8 +100,11 @@ class WorkerBytes(NamedTuple):
     workspace: int
 
 
-def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str) -> WorkerBytes:
-    """Returns the bytes of one replica, or of rank 0 of a replica with several ranks."""
+def worker_bytes(
+    shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str, *, is_in_place: bool = False
+) -> WorkerBytes:
+    """Returns the bytes of one replica, or of rank 0 of a replica with several ranks. `is_in_place` is the answer of
+    `reads_in_place`."""
     num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
     per_layer = 2 * config.num_blocks * config.block_size * num_kv_heads * head_dim * DTYPE_TO_BYTES[dtype]
     step_rows = config.max_step_tokens * shape.hidden_size * DTYPE_TO_BYTES[dtype]
@@ -111,11 +114,60 @@ def worker_bytes(shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtyp
     # The workspace is the sum of activations, the features of a step that consists of features alone (copied and
     # joined), logits with their sorted probabilities (of drawn tokens, or of a part of a prompt), the pages of one
     # layer gathered for attention, and the mask of a chunk at the end of the longest context.
+    # Attention that reads pages in place needs neither the gathered pages nor the mask.
     mask = config.max_step_tokens * min(shape.max_model_len, config.num_blocks * config.block_size) * 4
-    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + per_layer + mask
+    gathered = 0 if is_in_place else per_layer + mask
+    workspace = step_rows * (NUM_HIDDEN_WIDTHS + 2 * shape.num_levels) + 3 * logits + gathered
     return WorkerBytes(shape.num_layers * per_layer, inbox_bytes, workspace)
 
 
 def kv_heads(shape: ModelShape, num_ranks: int) -> tuple[int, int]:
     """Returns (number of KV heads of one rank, size of a head), which give the shape of each rank's pages."""
     return shape.num_kv_heads // num_ranks, shape.head_dim
+
+
+PAGE_TOKENS_MULTIPLE = 256
+"""The block size must be a multiple of this many tokens for the paged kernel of flash attention."""
+
+
+def reads_in_place(device: str, dtype: str, block_size: int) -> bool:
+    """Returns whether attention reads pages of this form where they lie, given a torch whose kernel takes block tables.
+    Otherwise it gathers the contexts of a step in every layer."""
+    return device == "cuda" and dtype in ("float16", "bfloat16") and block_size % PAGE_TOKENS_MULTIPLE == 0
+
+
+# ---------------------------------------------------------------- the blocks that a device has room for
+
+USABLE_SHARE = 0.9
+"""Weft plans with this share of a device's memory, as vLLM does by default (docs/references.md); allocators leave gaps
+in the rest, and CUDA graphs take some of it."""
+
+
+class DeviceRoom(NamedTuple):
+    """Says in bytes what a device has left, how large it is, and what the asking process takes of it already."""
+
+    free_bytes: int
+    total_bytes: int
+    own_bytes: int
+
+
+def fitting_blocks(room: DeviceRoom, device_share: float, workspace_bytes: int, bytes_per_block: int) -> int:
+    """Returns how many KV blocks fit beside the workspace of the largest step; it is 0 if there is no room. A process
+    that shares its device takes `device_share` of it in all, however much is free while the others still start."""
+    own_share = int(room.total_bytes * device_share) - room.own_bytes
+    usable_bytes = int(min(room.free_bytes, own_share) * USABLE_SHARE) - workspace_bytes
+    return max(0, usable_bytes // bytes_per_block)
+
+
+def block_bytes(shape: ModelShape, config: WorkerConfig, dtype: str, *, is_in_place: bool = True) -> int:
+    """Returns the bytes of one KV block on one rank, in all layers, with the rows of side layers. Where attention can't
+    read pages in place, the keys and values that it gathers of one layer, and their copy, count too."""
+    num_kv_heads, head_dim = kv_heads(shape, config.num_ranks)
+    num_layers = shape.num_layers + (0 if is_in_place else 2)
+    per_token = 2 * num_layers * num_kv_heads * head_dim + len(config.side_layers) * shape.hidden_size
+    return config.block_size * per_token * DTYPE_TO_BYTES[dtype]
+
+
+def most_blocks(shape: ModelShape, config: WorkerConfig) -> int:
+    """Returns the number of KV blocks that the most sequences of a step fill at most."""
+    return max(2, -(-config.max_sequences * shape.max_model_len // config.block_size))

@@ -10,15 +10,17 @@ The deployment opens a `RankGroup` for a worker with several ranks and gives it 
 `follow` in each rank process. This package knows nothing of requests, features and sampling.
 """
 
-from llm_workers.tensor_parallel.process_group import Invitation
+from llm_workers.tensor_parallel.process_group import START_TIMEOUT_S, Invitation, smallest_of_ranks
 from llm_workers.tensor_parallel.rank_group import RankGroup, RankProcess
 from llm_workers.tensor_parallel.rank_model import ParallelLanguageModel, Share, follow
 
 __all__ = [
+    "START_TIMEOUT_S",
     "Invitation",
     "ParallelLanguageModel",
     "RankGroup",
     "RankProcess",
     "Share",
     "follow",
+    "smallest_of_ranks",
 ]

@@ -96,6 +96,22 @@ def process_group(invitation: Invitation, store: dist.TCPStore | None = None) ->
         dist.destroy_process_group()
 
 
+START_TIMEOUT_S = 600.0
+"""All ranks of a worker together may take this many seconds to load their shares."""
+
+
+def smallest_of_ranks(number: int, timeout_s: float) -> int:
+    """Returns the smallest of the numbers that the ranks call this with; all of them must call it. It may take
+    `timeout_s`, because some ranks are still loading when others ask. Raises RuntimeError if a rank does not come."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        found = torch.tensor([number])
+        dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
+        return int(found)
+    finally:
+        dist.destroy_process_group(group)
+
+
 # ---------------------------------------------------------------- the tensors of a step
 
 

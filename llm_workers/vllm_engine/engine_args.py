@@ -71,13 +71,18 @@ class VllmSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
+def check_reserved(options: Mapping[str, Any]) -> None:
+    """Raises ConfigError for an option that Weft decides itself. It needs no vLLM."""
+    for key in options:
+        if key in RESERVED_TO_REASON:
+            raise ConfigError(f"workers.vllm.{key} can't be set, because {RESERVED_TO_REASON[key]}")
+
+
 def check_options(options: Mapping[str, Any]) -> None:
     """Raises ConfigError for an option that Weft decides itself or that vLLM does not know."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    for key in options:
-        if key in RESERVED_TO_REASON:
-            raise ConfigError(f"workers.vllm.{key} can't be set, because {RESERVED_TO_REASON[key]}")
+    check_reserved(options)
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(set(options) - known):
         raise ConfigError(f"workers.vllm has keys that vLLM does not know: {', '.join(unknown)}")

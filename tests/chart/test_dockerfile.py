@@ -43,7 +43,8 @@ def test_both_images_run_as_the_user_of_the_chart() -> None:
 def test_packages_are_those_of_the_project() -> None:
     makefile, steps = (ROOT / "Makefile").read_text(), DOCKERFILE.read_text()
     for package in re.findall(r"(?:torch|nixl)==[0-9.]+", makefile):
-        assert steps.count(package) == 2, f"{package} is installed for a CPU and for GPUs"
+        num_places = 3 if package.startswith("torch") else 2
+        assert steps.count(package) == num_places, f"{package} is installed for a CPU, for GPUs, and torch for vLLM"
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert any(each.startswith("ray[serve]==2.60.0") for each in dependencies)
     assert "rayVersion: 2.60.0" in (CHART / "templates" / "rayservice.yaml").read_text(), (
@@ -57,6 +58,16 @@ def test_the_build_sees_the_packages_and_nothing_else() -> None:
     tops = {name.split("/")[0] for name in files}
     includes = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     packages = {each.removesuffix("*") for each in includes}
-    assert tops == packages | {"pyproject.toml", "constraints.txt", "LICENSE", "README.md"}
+    assert tops == packages | {"pyproject.toml", "constraints.txt", "requirements", "LICENSE", "README.md"}
+    assert [name for name in files if name.startswith("requirements/")] == ["requirements/vllm-gpu.txt"]
     assert is_ignored("deploy/__pycache__/cli.pyc", ["*", "!deploy", "**/__pycache__"])
     assert not is_ignored("deploy/cli.py", ["*", "!deploy", "**/__pycache__"])
+
+
+def test_the_gpu_image_has_the_environment_of_workers_with_vllm() -> None:
+    """Workers look for it beside Weft's own, under the same name with `-vllm` behind."""
+    copied = {step.text for step in STAGES["gpu"].steps if step.name == "COPY"}
+    assert copied == {"--from=build-gpu /opt/weft /opt/weft", "--from=build-vllm /opt/weft-vllm /opt/weft-vllm"}
+    steps = [step.text for stage in lineage(STAGES, "build-vllm") for step in stage.steps]
+    assert any("/opt/weft-vllm/bin/pip install --no-deps -r vllm-gpu.txt" in step for step in steps)
+    assert "/opt/weft-vllm" not in " ".join(step.text for stage in lineage(STAGES, "cpu") for step in stage.steps)

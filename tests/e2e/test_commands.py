@@ -20,7 +20,7 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, "weft 0.1.0\n")
 
 
-@pytest.mark.parametrize("name", ["laptop.yaml", "gpu-node.yaml"])
+@pytest.mark.parametrize("name", ["laptop.yaml", "gpu-node.yaml", "gpu-speech.yaml", "one-gpu.yaml"])
 def test_shipped_configs_are_valid(name: str) -> None:
     done = weft("check", str(CONFIGS / name))
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from family_rows_pictures import LLAVA
 from family_rows_qwen3_omni import QWEN3_OMNI
 from family_rows_qwen_vl import QWEN2_5_VL, QWEN3_VL
 from family_rows_text import LLAMA, QWEN3
-from quantised_files import FORMS, Pair, quantised, write_checkpoint, write_pair
+from quantised_files import FORMS, Pair, quantised, write_checkpoint, write_packed, write_pair
 from safetensors.torch import load_file
 
 import modalities.families.qwen_vl.towers as qwen_encoder
@@ -281,4 +281,42 @@ class _Stored:
 
 def test_scales_are_not_counted_as_parameters(qwen3: Path, tmp_path: Path) -> None:
     pair: Pair = write_pair(qwen3, tmp_path, FORMS["fp8-tensor"])
-    assert read_stored_weights(pair.quantised) == read_stored_weights(pair.plain)
+    packed, plain = (read_stored_weights(directory) for directory in (pair.quantised, pair.plain))
+    assert packed is not None
+    assert plain is not None
+    assert packed._replace(packed_language=plain.packed_language) == plain
+    assert 0 < packed.packed_language.nbytes == packed.packed_language.num_values < packed.num_language
+
+
+# ------------------------------------------------------------ checkpoints that only vLLM serves
+
+TOWERS = r"visual|vision_tower|audio_tower|multi_modal_projector"
+
+
+def encoder_parameters(row: FamilyRow, directory: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    family = REGISTRY.load_family(directory)
+    for modality in row.modalities:
+        encoder: Any = family.load_encoder(directory, "cpu", "float32", [modality])
+        encoder = getattr(encoder, "_modality_to_encoder", {modality: encoder})[modality]
+        part = getattr(encoder, "_tower", None) or encoder._part
+        found |= {f"{modality}.{name}": value for name, value in part.named_parameters()}
+    return found
+
+
+def test_towers_of_a_packed_checkpoint_are_loaded_where_they_are_not_packed(
+    source: tuple[FamilyRow, Path], tmp_path: Path
+) -> None:
+    row, directory = source
+    packed = write_packed(directory, tmp_path / "packed", TOWERS)
+    found, expected = encoder_parameters(row, packed), encoder_parameters(row, directory)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    with pytest.raises(ConfigError, match=r"\.qweight is stored as I32, because the checkpoint is quantised by awq"):
+        REGISTRY.load_family(packed).load_language_model(packed, "cpu", "float32", register_attention())
+
+
+def test_a_packed_tower_is_refused_by_the_name_of_its_weight(qwen2_5_vl: Path, tmp_path: Path) -> None:
+    packed = write_packed(qwen2_5_vl, tmp_path / "packed")
+    with pytest.raises(ConfigError, match=r"the weight \S*visual\S*\.q\w+ is stored as I32, .* quantised by awq"):
+        REGISTRY.load_family(packed).load_encoder(packed, "cpu", "float32", ["image"])

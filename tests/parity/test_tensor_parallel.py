@@ -23,7 +23,7 @@ from family_rows_pictures import LLAVA
 from family_rows_qwen3_omni import QWEN3_OMNI
 from family_rows_qwen_vl import QWEN3_VL
 from family_rows_text import LLAMA, QWEN2, QWEN3
-from rank_forks import rank_forks
+from rank_forks import rank_forks, smallest_in_forks
 from reference_model import Answer, Comparison, ReferenceModel
 from worker_rig import Rig, rig
 
@@ -370,3 +370,7 @@ def test_one_process_has_room_for_one_such_worker() -> None:
     with pytest.raises(ConfigError, match=r"one worker only"):
         LocalCluster(config)
     assert not torch.distributed.is_initialized()
+
+
+def test_all_ranks_agree_on_the_smallest_number(fork_rank: LaunchRank) -> None:
+    assert smallest_in_forks([70, 7]) == [7, 7]

@@ -10,9 +10,10 @@ from worker_rig import loaded, rig
 
 from deploy.sizing.budget import machine_bytes
 from fabric.contracts import ConfigError
-from llm_workers.compute import PagedKV, select_backend
+from llm_workers.compute import PagedKV, device_memory, fit_blocks, record_decodes, select_backend
 from llm_workers.compute import boot_measurements as workspace
-from llm_workers.scheduling import worker_bytes
+from llm_workers.compute.runner import Runner
+from llm_workers.scheduling import DeviceRoom, block_bytes, most_blocks, worker_bytes
 from llm_workers.worker_config import Speculation, WorkerConfig
 
 pytestmark = pytest.mark.torch
@@ -79,7 +80,7 @@ def test_where_the_system_does_not_say_what_is_left_the_whole_memory_counts(
 ) -> None:
     cpu = torch.device("cpu")
     left = workspace.bytes_left(cpu)
-    monkeypatch.setattr(workspace, "_read_number", lambda path, name="": 0)
+    monkeypatch.setattr(device_memory, "_read_number", lambda path, name="": 0)
     assert workspace.bytes_left(cpu) >= machine_bytes() >= left > 0
 
 
@@ -101,3 +102,52 @@ async def test_measuring_leaves_the_pages_fit_for_use() -> None:
         request = r.request(of, 12)
         assert (await r.run(request, of)).error is None
         assert assert_parity(r.tokens(request), of) == 0
+
+
+FITTED = WorkerConfig(are_blocks_fitted=True, max_step_tokens=64, max_sequences=4)
+
+
+def fitted(config: WorkerConfig, room: DeviceRoom, monkeypatch: pytest.MonkeyPatch) -> WorkerConfig:
+    monkeypatch.setattr(workspace, "device_room", lambda device: room)
+    return fit_blocks(loaded().model, loaded().family, config)
+
+
+def test_blocks_fill_what_the_largest_step_leaves_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = loaded().family.shape
+    per_block = block_bytes(shape, FITTED, "float32")
+    room = DeviceRoom(100 * MIB, 120 * MIB, 20 * MIB)
+    found = fitted(FITTED, room, monkeypatch)
+    assert not found.are_blocks_fitted
+    assert 2 < found.num_blocks < most_blocks(shape, FITTED)
+    step = measured(found).num_bytes
+    assert found.num_blocks * per_block + step <= 100 * MIB
+    half = fitted(
+        WorkerConfig(are_blocks_fitted=True, max_step_tokens=64, max_sequences=4, device_share=0.5), room, monkeypatch
+    )
+    assert half.num_blocks < found.num_blocks / 2
+
+
+def test_a_large_device_gets_no_more_blocks_than_can_be_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = fitted(FITTED, DeviceRoom(2**50, 2**50, 0), monkeypatch)
+    assert found.num_blocks == most_blocks(loaded().family.shape, FITTED)
+
+
+def test_a_device_without_room_for_blocks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="there is no room for KV blocks of 16 tokens: cpu has 1 MiB left"):
+        fitted(FITTED, DeviceRoom(MIB, MIB, 0), monkeypatch)
+
+
+def test_a_stated_number_of_blocks_is_left_alone() -> None:
+    assert fit_blocks(loaded().model, loaded().family, WorkerConfig()) == WorkerConfig()
+
+
+def test_a_decode_step_of_each_recorded_size_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, config = loaded(), WorkerConfig(max_sequences=6, num_blocks=8)
+    shape, sizes = parts.family.shape, []
+    heads = (shape.num_kv_heads, shape.head_dim)
+    kv = PagedKV(shape.num_layers, config.num_blocks, config.block_size, heads, torch.float32, torch.device("cpu"))
+    runner = Runner(parts.model, kv, workspace._MadeUpFeatures(shape, 1, torch.float32), select_backend("auto", kv))
+    execute = runner.execute
+    monkeypatch.setattr(runner, "execute", lambda plan: (sizes.append(len(plan.chunks)), execute(plan))[1])
+    record_decodes(runner, parts.family, config, (1, 2, 4, 8, 16))
+    assert sizes == [1, 2, 4, 6]

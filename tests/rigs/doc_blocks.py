@@ -42,7 +42,7 @@ REASON_TO_SIGN = {
     "needs root": r"/etc/|\bsysctl\b|\bulimit -l unlimited|\bprlimit\b|\bapt-get\b",
     "needs names of your own": r"\b(PID|HOST|POD|DIR|KEY)\b",
     "removes files of yours": r"\brm -rf ~/",
-    "targets of make": r"\A(make [\w-]+[^\n]*\n)+\Z",
+    "targets of make": r"\A((?:[A-Z]+=\w+ )?make [\w-]+[^\n]*\n)+\Z",
     "takes minutes": r"\b(weft (bench|simulate)|pip install)\b",
 }
 """Maps each reason for which a block is not run to a pattern that such a block contains."""

@@ -99,6 +99,25 @@ def write_pair(source: Path, target: Path, form: Form, left_alone: str = r"$^") 
     return pair
 
 
+AWQ: Mapping[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}
+
+
+def write_packed(source: Path, directory: Path, left_alone: str = r"$^") -> Path:
+    """Writes the checkpoint `source` in the form of AWQ: eight values of a linear layer in each int32, with zeros and
+    scales beside them. It does not pack modules whose names match `left_alone`. The values are of no use."""
+    stored = {}
+    for name, value in load_file(source / "model.safetensors").items():
+        if not is_linear(name, value) or re.search(left_alone, name):
+            stored[name] = value
+            continue
+        rows, columns = value.shape
+        module = name.removesuffix("weight")
+        stored[module + "qweight"] = torch.zeros((columns, -(-rows // 8)), dtype=torch.int32)
+        stored[module + "qzeros"] = torch.zeros((1, -(-rows // 8)), dtype=torch.int32)
+        stored[module + "scales"] = torch.ones((1, rows), dtype=torch.float16)
+    return write_checkpoint(source, directory, stored, AWQ)
+
+
 def write_checkpoint(
     source: Path, directory: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None
 ) -> Path:

@@ -7,15 +7,19 @@ The module knows nothing of what a rank computes.
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import forkserver, util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
 
 from deploy.config import ClusterConfig
 from deploy.ranks import SpawnedRank, _run_spawned
-from llm_workers.tensor_parallel import Invitation, RankProcess
+from llm_workers.tensor_parallel import Invitation, RankProcess, smallest_of_ranks
+from llm_workers.tensor_parallel.process_group import process_group
 
 if TYPE_CHECKING:
     from deploy.ranks import LaunchRank
@@ -29,6 +33,34 @@ IMPORTS = (
     "transformers.modeling_utils",
 )
 """The process that is forked imports these modules. It starts no thread, so it is safe to fork it."""
+
+
+def smallest_in_forks(numbers: Sequence[int]) -> list[int]:
+    """Returns what `smallest_of_ranks` returns in each of as many processes as there are numbers."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTS))
+    door, store = socket.create_server(("127.0.0.1", 0)), socket.create_server(("127.0.0.1", 0))
+    ports = (door.getsockname()[1], store.getsockname()[1])
+    door.close()
+    store.close()
+    answers = context.SimpleQueue()
+    processes = [
+        context.Process(target=_ask, args=(rank, len(numbers), ports, number, answers), daemon=True)
+        for rank, number in enumerate(numbers)
+    ]
+    for process in processes:
+        process.start()
+    found = [answers.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return found
+
+
+def _ask(rank: int, num_ranks: int, ports: tuple[int, int], number: int, answers: Any) -> None:
+    invitation = Invitation(rank, num_ranks, "127.0.0.1", *ports, b"", "cpu", 60.0, 60.0)
+    store = dist.TCPStore("127.0.0.1", ports[1], num_ranks, is_master=rank == 0, wait_for_workers=False)
+    with process_group(invitation, store):
+        answers.put(smallest_of_ranks(number, 60.0))
 
 
 @contextmanager

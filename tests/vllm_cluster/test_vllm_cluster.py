@@ -16,6 +16,10 @@ from chat_media import data_url, picture, png
 from cluster_process import ClusterProcess, eventually, pids, start_cluster
 from contract_model import contract_model
 
+from deploy.config import ClusterConfig
+from deploy.vllm_worker import check_options_there
+from fabric.contracts import ConfigError
+
 CHAT = "/v1/chat/completions"
 PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
 VLLM = {"enforce_eager": True, "max_model_len": 2048}
@@ -179,3 +183,15 @@ def test_a_missing_environment_is_named() -> None:
         assert starting.process.wait(60) != 0
         assert "/no/such/python" in starting.log.read_text()
         assert "make install-vllm" in starting.log.read_text()
+
+
+def test_wrong_options_of_vllm_are_named_before_anything_starts() -> None:
+    """vLLM's own environment answers, in a process that ends after that."""
+    for options, message in (
+        ({"enforce_eagre": True, "seed": 7}, "workers.vllm has keys that vLLM does not know: enforce_eagre"),
+        ({"scheduler_cls": "x"}, "workers.vllm.scheduler_cls can't be set"),
+    ):
+        config = ClusterConfig.model_validate({"workers": {"engine": "vllm", "vllm": options}})
+        with pytest.raises(ConfigError, match=message):
+            check_options_there(config)
+    assert check_options_there(ClusterConfig.model_validate({"workers": {"engine": "vllm", "vllm": VLLM}})) == ""

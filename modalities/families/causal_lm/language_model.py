@@ -31,7 +31,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fabric.contracts import ConfigError
-from modalities.checkpoint_files import names_of_others, read_quantisation
+from modalities.checkpoint_files import names_of_others, read_stored_quantisation
 from modalities.checkpoint_tensors import load_pretrained, open_tensors
 from modalities.families.causal_lm.fused_layers import (
     AddedLevels,
@@ -190,7 +190,7 @@ def load_part(
     # Weft dequantises the weights, so transformers must not treat the model as quantised.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    with open_tensors(model_dir, names.others, read_quantisation(model_dir)) as tensors:
+    with open_tensors(model_dir, names.others, read_stored_quantisation(model_dir)) as tensors:
         try:
             part, info = load_pretrained(
                 part_kind,

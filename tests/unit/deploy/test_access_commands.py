@@ -195,7 +195,9 @@ def test_limits_that_no_key_sets_are_listed_too() -> None:
 def test_check_reads_the_files_that_the_config_names(
     capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.commands.config_checks.check_budget", lambda config: (None, "no model in this test"))
+    monkeypatch.setattr(
+        "deploy.commands.config_checks.check_budget", lambda config, device_bytes: (None, "no model in this test")
+    )
     files = make_certificate(tmp_path)
     keys, config = tmp_path / "keys", tmp_path / "config.yaml"
     keys.write_text(f"{'ab' * 32} shop web\n{'cd' * 32} - grafana role=operator\n")

@@ -117,9 +117,10 @@ def test_problems_of_tenants_are_named(text: str, expected: str) -> None:
 
 def test_shipped_configs_are_sound() -> None:
     shipped = sorted(Path(deploy.config.__file__).with_name("configs").glob("*.yaml"))
-    assert len(shipped) >= 2
+    assert len(shipped) == 4
     configs = {path.name: load_config(path) for path in shipped}
-    assert configs["gpu-node.yaml"].media.limit_mm_per_prompt == {"image": 16, "video": 4, "audio": 4}
+    assert configs["gpu-node.yaml"].workers.engine == configs["one-gpu.yaml"].workers.engine == "vllm"
+    assert configs["gpu-speech.yaml"].media.limit_mm_per_prompt == {"image": 16, "video": 4, "audio": 4}
     assert configs["laptop.yaml"].media.on_encode_failure == "error"
 
 

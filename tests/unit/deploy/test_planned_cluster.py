@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from deploy import compose
 from deploy.cli import main
-from deploy.commands.config_writer import find_devices, named_devices, planned_text, summary, written
+from deploy.commands.config_writer import planned_text, summary, written
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
+from deploy.gpu_devices import MIB, find_devices, named_devices
 from deploy.sizing.budget import plan_budget
 from deploy.sizing.planned_cluster import (
     CONTEXT_BYTES,
@@ -109,6 +110,16 @@ def test_the_arrangement_of_devices(
     plan = planned(devices, model(), language)
     assert tuple(plan.arrangement) == arrangement
     check(plan, model(), language)
+
+
+def test_blocks_on_a_gpu_are_what_the_kernel_reads_in_place() -> None:
+    whole, spread, without = (
+        planned(gpus(*devices), model(), 8).config.workers for devices in ([80] * 2, [14] * 8, [])
+    )
+    assert (whole.block_size, whole.cuda_graphs) == (256, "auto")
+    assert (spread.block_size, spread.cuda_graphs) == (256, "off"), "several ranks record nothing"
+    assert spread.tensor_parallel > 1
+    assert (without.block_size, without.cuda_graphs) == (16, "off")
 
 
 def test_a_model_of_text_has_no_encoder() -> None:
@@ -250,7 +261,7 @@ def test_a_machine_without_a_driver_has_no_devices() -> None:
     assert find_devices(run, {}) == []
 
 
-@pytest.mark.parametrize("text", ["", "80GB", "8x", "0x80GB", "8x0GB", "65x80GB", "8x80TB", "1x80GB,two"])
+@pytest.mark.parametrize("text", ["", "80GB", "8x", "0x80GB", "8x0GB", "65x80GB", "8x80TB", "1x80GB,two", "2xH101"])
 def test_devices_are_named_in_one_form(text: str) -> None:
     with pytest.raises(ConfigError, match="is not written as NUMBERxSIZE"):
         named_devices(text)
@@ -258,6 +269,7 @@ def test_devices_are_named_in_one_form(text: str) -> None:
 
 def test_named_devices() -> None:
     assert [each.memory_bytes // GIB for each in named_devices("2x80GB, 1x24")] == [80, 80, 24]
+    assert [each.memory_bytes // MIB for each in named_devices("1xH100,2xl40s")] == [81_559, 46_068, 46_068]
     assert named_devices("none") == []
 
 

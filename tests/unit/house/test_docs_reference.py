@@ -65,7 +65,7 @@ def test_every_key_of_the_config_has_a_meaning(key: reference_tables.ConfigKey) 
 @pytest.mark.parametrize(
     ("path", "described"),
     [
-        ("workers.num_blocks", ("integer ≥ 2", "`1024`", "KV blocks")),
+        ("workers.num_blocks", ("integer ≥ 2 or `auto`", "`1024`", "KV blocks")),
         ("server.max_body_bytes", ("size", "`32MiB`", "bytes")),
         ("encoders.arena_bytes", ("size", "none", "bytes")),
         ("media.encode_timeout_ms", ("mapping of names to integer ≥ 1", "`{}`", "milliseconds")),

@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from modalities_files import thinker_config, write_config
 
+from deploy.compose import load_model
+from deploy.config import ClusterConfig
 from fabric.contracts import ConfigError
-from modalities.checkpoint_files import Quantisation, names_of_others, read_quantisation
-from modalities.registry import REGISTRY
+from modalities.checkpoint_files import (
+    Quantisation,
+    names_of_others,
+    read_quantisation,
+    read_stored_quantisation,
+)
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -88,10 +95,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("where", [(), ("text_config",)])
 def test_other_schemes_are_refused_by_name(tmp_path: Path, name: str, where: tuple[str, ...]) -> None:
-    """Every component that reads the config refuses these schemes: routers and encoders as well as workers."""
+    """Every component of a cluster whose workers run Weft's own engine refuses these schemes; vLLM has its own list."""
     scheme, match = REFUSED[name]
-    with pytest.raises(ConfigError, match=rf"{match}.*; it supports float8"):
-        REGISTRY.load_family(written(tmp_path, scheme, *where))
+    directory = written(tmp_path, scheme, *where)
+    with pytest.raises(ConfigError, match=rf"{match}.*; it supports float8.*workers.engine: vllm"):
+        read_quantisation(directory)
+    found = read_stored_quantisation(directory)
+    assert found is not None
+    assert not found.is_loadable
+    assert re.search(match, found.method)
+
+
+def seeing() -> dict[str, Any]:
+    """Returns the config of a model that sees and does not hear, which vLLM takes."""
+    thinker = thinker_config()
+    names = {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    return {name: thinker[name] for name in ("text_config", "vision_config")} | names
+
+
+def test_the_engine_of_the_workers_decides_which_checkpoints_are_served(tmp_path: Path) -> None:
+    awq = {"quantization_config": {"quant_method": "awq", "bits": 4}}
+    directory = write_config(tmp_path / "awq", seeing() | awq)
+    with pytest.raises(ConfigError, match=r"quantised by awq; .* set workers\.engine: vllm"):
+        load_model(ClusterConfig(), directory)
+    with_vllm = ClusterConfig.model_validate({"workers": {"engine": "vllm"}})
+    assert load_model(with_vllm, directory).family.shape.num_layers == 4
+    float8 = write_config(tmp_path / "fp8", seeing() | {"quantization_config": FP8})
+    for config in (ClusterConfig(), with_vllm):
+        assert load_model(config, float8).family is not None
 
 
 @pytest.mark.parametrize("size", [[128], [0, 128], "wide", 128])
@@ -106,7 +137,7 @@ def test_two_schemes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"quantization_config": FP8}}))
     assert read_quantisation(tmp_path) == Quantisation("fp8", (128, 128))
     (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": {"quantization_config": compressed()}}))
-    with pytest.raises(ConfigError, match="quantised in 2 different ways"):
+    with pytest.raises(ConfigError, match="2 different ways for the parts of the model"):
         read_quantisation(tmp_path)
 
 
