@@ -30,6 +30,8 @@ from llm_workers.worker_service import WorkerService
 from modalities.family import Family
 from modalities.text import TextCodec
 
+BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""Names the variable that says to which cores vLLM binds the threads of a worker on a CPU."""
 CPU_BLOCK_TOKENS = 32
 """vLLM's attention on CPUs takes blocks of a multiple of this many tokens."""
 CHECK_TIMEOUT_S = 120.0
@@ -98,7 +100,9 @@ def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_
 
 def process_variables(config: ClusterConfig) -> Mapping[str, str]:
     """Returns the variables that a process needs before it imports vLLM."""
-    threads = {"OMP_NUM_THREADS": str(config.threads_per_replica), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    # vLLM would bind each worker to the same cores of a machine, so no process is bound unless the operator says where.
+    bound = os.environ.get(BINDING, "nobind")
+    threads = {"OMP_NUM_THREADS": str(config.threads_per_replica), BINDING: bound}
     return dict(ENVIRONMENT) | (threads if config.workers.device == "cpu" else {})
 
 

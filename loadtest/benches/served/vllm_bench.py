@@ -137,7 +137,7 @@ def run_vllm_engine(chosen: argparse.Namespace) -> BenchResult:
 
 def _engine_config(chosen: argparse.Namespace, model_dir: Path, dtype: str) -> ClusterConfig:
     device = {"device": chosen.device, "gpus_per_replica": int(chosen.device == "cuda")}
-    workers = {"engine": "vllm", "block_size": 32, "num_blocks": 2048, "max_step_tokens": 2048, "max_sequences": 64}
+    workers = {"engine": "vllm", "block_size": 128, "num_blocks": 512, "max_step_tokens": 2048, "max_sequences": 64}
     vllm = {"max_model_len": 1024}
     config = ClusterConfig.model_validate(
         {
