@@ -264,7 +264,8 @@ async def test_sampling_parameters_reach_the_worker_as_they_were_meant() -> None
     async with fake_cluster() as cluster:
         await read(await cluster.service.open(chat("x", **asked, logit_bias={"7": -100, "5": 0.5}, priority=-3)))
         sent = cluster.workers[0].requests[0]
-    assert sent.sampling == SamplingParams(1.0, 1.0, 0, 7, 0.1, 1.2, -1.5, 2.0, ((7, -100.0), (5, 0.5)))
+    expected = SamplingParams(1.0, 1.0, 0, 7, 0.1, 1.2, -1.5, 2.0, ((7, -100.0), (5, 0.5)), is_seed_given=True)
+    assert sent.sampling == expected
     assert sent.priority == -3
 
 
