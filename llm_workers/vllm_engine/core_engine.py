@@ -36,6 +36,7 @@ from fabric.contracts import (
     WorkerLost,
     context_scale_tokens,
 )
+from llm_workers.engine import SNAPSHOT_PAGE_BLOCKS
 from llm_workers.engine_interface import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, Update
 from llm_workers.scheduling import (
     NOT_COVERED,
@@ -67,8 +68,6 @@ from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, Positions
 
 _LOG = logging.getLogger(__name__)
-SNAPSHOT_PAGE_BLOCKS = 2048
-"""A turn adds at most this many blocks of a snapshot to its update."""
 Command = Callable[[Update], None]
 MakeCore = Callable[[Callable[[], None]], Any]
 """Creates vLLM's `EngineCore`, in the engine thread. The core calls the given function, in a thread of its own, when a

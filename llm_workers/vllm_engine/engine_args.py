@@ -126,7 +126,7 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
         if not settings.has_towers:
             own |= {"limit_mm_per_prompt": {"image": 0, "video": 0}, "enable_mm_embeds": True}
     try:
-        config = AsyncEngineArgs(**own, **settings.options).create_engine_config()
+        config = AsyncEngineArgs(**{**own, **settings.options}).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses its config: {error}") from error
     is_overlapping = config.scheduler_config.async_scheduling

@@ -18,8 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize(("dtype", "block_size"), [("float32", 16), ("bfloat16", 256)])
 async def test_blocks_follow_from_the_memory_of_the_device(dtype: str, block_size: int) -> None:
-    """With bfloat16 and blocks of 256 tokens, pages are read in place and decode steps are recorded at boot, where this
-    torch can do that."""
+    """Pages of 256 tokens in bfloat16 are read in place, and decode steps are recorded at boot where this torch can do
+    that."""
     device: dict[str, Any] = {"device": "cuda", "gpus_per_replica": 1}
     fitted = {"num_blocks": "auto", "block_size": block_size, "cuda_graphs": "auto", "max_sequences": 8}
     config = ClusterConfig.model_validate(

@@ -84,7 +84,8 @@ class SpillingTableMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting is not None)
     @rule()
     def the_one_that_waits_gets_room_when_the_leases_end(self) -> None:
-        """With two rounds at most: what is being encoded in the claimed range is evicted after it has ended."""
+        """The waiting unit gets room within two rounds, because what is being encoded in the claimed range is evicted
+        after it has ended."""
         assert self.waiting is not None
         for _ in range(2):
             for key in sorted(self.leases):

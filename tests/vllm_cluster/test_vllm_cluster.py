@@ -93,6 +93,7 @@ def test_what_repeats_is_found_in_the_prefix_cache(cluster: ClusterProcess) -> N
     content = [text("A prefix of its own, which is long enough. " * 6), image(4), text("What is it?")]
     first = ask(cluster, content)["usage"]["prompt_tokens_details"]["cached_tokens"]
     eventually(lambda: ask(cluster, content)["usage"]["prompt_tokens_details"]["cached_tokens"] > first + 32)
+    assert ask(cluster, content)["usage"]["prompt_tokens_details"]["cached_tokens"] > first + 32
 
 
 def test_what_a_request_may_carry(cluster: ClusterProcess) -> None:

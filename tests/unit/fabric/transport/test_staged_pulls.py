@@ -132,7 +132,7 @@ def test_the_first_pull_measures_both_routes_and_the_faster_one_is_taken(
 def test_a_device_that_is_slow_to_read_is_a_warning(
     rig: Rig, kind: MemoryKind, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the host's memory there is nothing to warn of: no other place for features is faster."""
+    """Only a device gives a warning, because no other place for features is faster than the host's memory."""
     monkeypatch.setattr("fabric.transport.routes.SLOW_FROM_BYTES", NBYTES)
     landed = rig.sink.pull(msgspec.structs.replace(ticket(), memory_kind=kind), 100.0).result(WAIT_S)
     rig.sink.free(landed.slot_id)

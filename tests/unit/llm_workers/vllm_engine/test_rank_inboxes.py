@@ -102,6 +102,7 @@ def test_a_cancelled_pull_leaves_nothing(ranks: Ranks) -> None:
     if not pull.cancel():
         ranks.sink.free(pull.result(PATIENCE_S).slot_id)
     until_empty(ranks)
+    assert ranks.sink.usage().num_slots == 0
 
 
 def test_what_can_not_be_pulled_is_refused() -> None:
