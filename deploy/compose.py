@@ -54,9 +54,11 @@ DEMO_TRANSCRIPTION = "Which word is spoken?"
 """Is one of the questions that the demo model was trained on."""
 ATTENTION_NAME = "weft_paged"
 DECODED_BATCHES = 4
-VLLM_MODALITIES = ("image", "video")
 """An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
 `DecodeRoom`."""
+VLLM_MODALITIES = ("image", "video")
+VLLM_MEDIA_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Lists the families whose media a worker with vLLM takes; of other families it takes those without media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,11 @@ def _check_engine(config: ClusterConfig, family: Family, directory: Path) -> Non
         raise ConfigError(
             f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
             "use workers.engine: weft"
+        )
+    elif family.max_items and family.name not in VLLM_MEDIA_FAMILIES:
+        raise ConfigError(
+            f"workers.engine is vllm, which takes media of {', '.join(VLLM_MEDIA_FAMILIES)} here, and not those of "
+            f"{family.name}; use workers.engine: weft"
         )
 
 

@@ -4,10 +4,12 @@ stands for the interpreter of the environment with vLLM; `tests/vllm_cluster` ha
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from modalities_files import thinker_config, write_config
 
+from deploy import compose
 from deploy.cli import main
 from deploy.config import ClusterConfig
 from deploy.vllm_worker import check_environment, check_options_there
@@ -102,6 +104,16 @@ def test_a_model_that_hears_is_refused_by_name(tmp_path: Path, capsys: Captured)
     assert main(["check", str(file)]) == 1
     said = f"{file}: workers.engine is vllm, which takes no audio here, but qwen3_omni does; use workers.engine: weft"
     assert said in capsys.readouterr().err
+
+
+def test_media_of_a_family_that_was_not_tried_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = SimpleNamespace(name="llava", max_items={"image": 4})
+    monkeypatch.setattr("deploy.compose.REGISTRY.load_family", lambda directory: family)
+    config = ClusterConfig.model_validate({"workers": {"engine": "vllm"}})
+    with pytest.raises(ConfigError, match="not those of llava; use"):
+        compose.load_model(config, tmp_path)
 
 
 def test_a_quantised_checkpoint_is_refused_by_the_name_of_its_scheme(tmp_path: Path, capsys: Captured) -> None:
