@@ -9,10 +9,11 @@
     feature_connector   copies features from a rank's inbox into vLLM's encoder cache
     rank_inboxes        pulls each feature into an inbox of every rank
     rank_extension      makes ranks take the positions of media from requests
+    shared_names        removes the names of shared memory, so that a killed worker leaves none behind
     block_mirror        hashes vLLM's blocks as Weft does, and mirrors its prefix cache
     guide_grammar       lets vLLM follow Weft's grammars
 
 vLLM needs an environment of its own (`make install-vllm`), in which Ray starts the worker's process. This package is
-imported nowhere else; of it, only `engine_args`, `sequence_book`, `feature_board`, `rank_inboxes` and `block_mirror`
-can be imported without vLLM.
+imported nowhere else; of it, only `engine_args`, `sequence_book`, `feature_board`, `rank_inboxes`, `block_mirror`
+and `shared_names` can be imported without vLLM.
 """

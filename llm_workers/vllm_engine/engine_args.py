@@ -15,6 +15,7 @@ from typing import Any
 
 from fabric.contracts import ConfigError
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
+from llm_workers.vllm_engine.shared_names import remove_shared_names
 
 _PACKAGE = "llm_workers.vllm_engine"
 RESERVED_TO_REASON: Mapping[str, str] = {
@@ -148,6 +149,8 @@ def core_maker(config: Any, sink: RankedSink) -> Callable[[Callable[[], None]], 
         if not sink.wait_for_ranks(HELLO_TIMEOUT_S):
             core.shutdown()
             raise ConfigError("the ranks of vLLM have opened no inbox")
+        core.collective_rpc("remove_shared_names")  # All processes of the worker have mapped their memory by now.
+        remove_shared_names()
         return core
 
     return make_core

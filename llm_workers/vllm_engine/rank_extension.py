@@ -1,4 +1,5 @@
-"""Adds to each rank of vLLM that it takes the positions of a prompt from the request.
+"""Adds to each rank of vLLM that it takes the positions of a prompt from the request, and that it leaves no shared
+memory behind when it is killed.
 
 vLLM computes the positions of pictures and videos (M-RoPE) in each rank, by rules of its own for each model. For the
 videos of Qwen2.5-VL they differ from transformers': there a text goes on behind the largest position of a video's
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from llm_workers.vllm_engine.shared_names import remove_shared_names
 
 POSITIONS, DELTA = "weft_positions", "weft_position_delta"
 """Names the values of a media item that hold the positions of the whole prompt, int64 with shape `(3, num_tokens)`, and
@@ -41,3 +44,7 @@ class RankExtension:
 
         model.get_mrope_input_positions = positions
         return True
+
+    def remove_shared_names(self) -> list[str]:
+        """Removes the names of the shared memory of this rank, and returns them (`shared_names`)."""
+        return remove_shared_names()
