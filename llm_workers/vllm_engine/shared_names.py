@@ -26,7 +26,7 @@ def remove_shared_names() -> list[str]:
         with contextlib.suppress(FileNotFoundError):  # Another process has removed it.
             shared.unlink()
             names.append(shared.name)
-        shared.unlink = _do_nothing  # type: ignore[method-assign]  # vLLM calls it when its queue ends.
+        shared.unlink = _do_nothing  # vLLM calls it when its queue ends.
     return names
 
 

@@ -55,13 +55,19 @@ async def test_two_ranks_have_features_of_their_own() -> None:
         await made.assert_idle()
 
 
+def shared_memory_of(process: int) -> list[str]:
+    """Returns the names of the shared memory that Python made and that a process maps; a name that was removed ends in
+    `(deleted)`."""
+    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+    return [line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line]
+
+
 async def test_a_killed_worker_would_leave_no_shared_memory() -> None:
     async with contract_rig(contract_model("qwen2_5_vl"), make_vllm_worker, num_ranks=2) as made:
         ranks = [child.pid for child in multiprocessing.active_children() if child.name.startswith("VllmWorker")]
         assert len(ranks) == 2
         for process in (os.getpid(), *ranks):
-            lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-            shared = [line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line]
+            shared = shared_memory_of(process)
             assert shared, "vLLM does not share memory in this way any more"
             assert [name for name in shared if not name.endswith("(deleted)")] == []
         request = made.request(of := made.model.prompt(made.text(40), 1))

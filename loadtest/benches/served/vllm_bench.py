@@ -9,13 +9,15 @@ text ahead of a picture while the picture is encoded with one that holds the req
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import statistics
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from deploy.config import ClusterConfig
-from deploy.vllm_worker import check_environment, worker_python
+from deploy.vllm_worker import BINDING, check_environment, worker_python
 from loadtest.bench_result import Bar, BenchResult, gpu_name
 from loadtest.benches.chat_load import BenchLoad, picture_messages, run_chats, weft_body, word_messages
 from loadtest.benches.peer_process import vllm_serve
@@ -31,6 +33,9 @@ FRONT = ChatKind("3,500 tokens, then a picture", num_words=3500, num_pictures=1,
 TEXT = ChatKind("a text of 12 tokens", num_words=12, max_tokens=1)
 WAITING = ChatKind("a picture", num_pictures=1, max_tokens=1)
 NUM_WAITING = 4
+TEXT_MOMENTS_S = [0.5, 0.9]
+"""Texts are sent at these moments, counted from the pictures that they stand beside, and texts alone just so: a machine
+that has rested for half a second takes longer than one that has answered just now."""
 MOST_OF_HELD, MOST_BESIDE = 0.2, 1.1
 """These are the targets: landing to first token over that of a held request, and a text beside waiting requests over
 the same text alone."""
@@ -87,12 +92,12 @@ def _overlap_config(model_dir: Path, *, is_on: bool) -> ClusterConfig:
 async def _overlap_times(maker: ChatMaker, num_runs: int, target: ChatTarget) -> OverlapTimes:
     await send_each(target, maker, [FRONT, TEXT])
     fronts = await send_each(target, maker, [FRONT] * num_runs)
-    alone = await send_each(target, maker, [TEXT] * (2 * num_runs))
+    alone: list[TimedChat] = []
     beside: list[TimedChat] = []
     for _ in range(num_runs):
-        kinds = [WAITING] * NUM_WAITING + [TEXT, TEXT]
-        sent = await send_at(target, maker, kinds, [0.0] * NUM_WAITING + [0.5, 0.9])
-        beside += [chat for chat in sent if chat.kind == TEXT]
+        for waiting, chats in (([], alone), ([WAITING] * NUM_WAITING, beside)):
+            sent = await send_at(target, maker, [*waiting, TEXT, TEXT], [0.0] * len(waiting) + TEXT_MOMENTS_S)
+            chats += [chat for chat in sent if chat.kind == TEXT]
     return OverlapTimes(
         [chat.first_s("first_token", str(chat.plan["worker_id"])) - chat.first_s("unit_landed") for chat in fronts],
         [chat.ttft_s for chat in alone],
@@ -104,6 +109,8 @@ async def _overlap_times(maker: ChatMaker, num_runs: int, target: ChatTarget) ->
 
 LEAST_TEXT, LEAST_PICTURES = 0.97, 1.0
 """These are the targets: Weft's tokens per second over those of vLLM's own server."""
+REST_S = 1.5
+"""An idle rank of vLLM spins for a second after its last step, so the other side begins only after that."""
 
 
 def run_vllm_engine(chosen: argparse.Namespace) -> BenchResult:
@@ -115,6 +122,8 @@ def run_vllm_engine(chosen: argparse.Namespace) -> BenchResult:
     if chosen.images:
         loads["pictures"] = BenchLoad(chosen.images, IMAGE_TOKENS, chosen.output_tokens)
     config = _engine_config(chosen, model_dir, dtype)
+    # Both ranks compute on the same cores, the one on which the peer's is bound.
+    os.environ.setdefault(BINDING, f"0-{chosen.threads - 1}")
     peer = vllm_serve("vllm serve", str(worker_python(config)), model_dir, dtype, chosen.threads)
     try:
         ours, theirs = on_ray(config, partial(_rates, chosen.rounds, loads, model_dir, peer.url))
@@ -163,8 +172,9 @@ async def _rates(
         for name, load in loads.items():
             messages = picture_messages(load, number) if name == "pictures" else word_messages(load, number, model_dir)
             bodies = [weft_body("bench", each, load.output_tokens) for each in messages]
-            for place, url in enumerate(urls):
-                done = await run_chats(url, bodies)
+            for place in (0, 1) if number % 2 else (1, 0):
+                await asyncio.sleep(REST_S)
+                done = await run_chats(urls[place], bodies)
                 if number:  # The first round is a warm-up.
                     rates[place][name].append(done.tokens / done.seconds)
     return rates[0], rates[1]
