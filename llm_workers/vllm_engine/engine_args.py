@@ -106,6 +106,9 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
         "max_num_seqs": settings.max_sequences,
         "max_num_batched_tokens": settings.max_step_tokens,
         "tensor_parallel_size": settings.num_ranks,
+        # A single rank would otherwise run in this process, and its launches of kernels would wait for the interpreter
+        # lock, which the worker's event loop holds while it sends tokens.
+        "distributed_executor_backend": "mp",
         "enable_prefix_caching": settings.is_prefix_cache_enabled,
         "scheduling_policy": "priority",
         "disable_log_stats": True,
