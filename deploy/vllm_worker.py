@@ -44,6 +44,14 @@ def worker_python(config: ClusterConfig) -> Path:
     return config.workers.python or Path(f"{sys.prefix}-vllm") / "bin" / "python"
 
 
+def pipeline_stages(config: ClusterConfig) -> int:
+    """Returns the number of vLLM's pipeline stages in each worker. Raises ConfigError if it is no number."""
+    num_stages = config.workers.vllm.get("pipeline_parallel_size", 1)
+    if not isinstance(num_stages, int) or num_stages < 1:
+        raise ConfigError(f"workers.vllm.pipeline_parallel_size must be 1 or more, and it is {num_stages!r}")
+    return num_stages
+
+
 def check_environment(config: ClusterConfig) -> None:
     """Raises ConfigError if workers are to run vLLM and their interpreter is not on this machine."""
     if config.workers.engine == "vllm" and not (python := worker_python(config)).is_file():
@@ -74,6 +82,8 @@ def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_
     if section.engine != "vllm":
         return ""
     check_reserved(section.vllm)
+    if pipeline_stages(config) > 1 and section.device == "cpu":
+        raise ConfigError("workers.vllm.pipeline_parallel_size is above 1, and vLLM has pipeline stages on GPUs only")
     python = worker_python(config)
     if not python.is_file():
         return f"{python} is not on this machine (`make install-vllm` makes its environment)"
@@ -136,9 +146,9 @@ def build_vllm_worker(
     assert isinstance(sink, RankedSink)
     family, section = model.family, config.workers
     worker = vllm_worker_config(config, family)
-    kv_bytes = worker.num_blocks * worker.block_size * token_kv_bytes(family, config.model.dtype)
+    rank_bytes = token_kv_bytes(family, config.model.dtype, section.tensor_parallel)
     if section.device == "cpu":
-        room: dict[str, Any] = {"kv_cache_memory_bytes": kv_bytes}
+        room: dict[str, Any] = {"kv_cache_memory_bytes": worker.num_blocks * worker.block_size * rank_bytes}
     else:
         devices = find_devices(run_nvidia_smi, os.environ)
         share = worker_utilization(config, model, min((each.memory_bytes for each in devices), default=None))
@@ -177,7 +187,9 @@ def build_vllm_worker(
     return service
 
 
-def token_kv_bytes(family: Family, dtype: str) -> int:
-    """Returns the bytes of the keys and values of one token in all layers."""
+def token_kv_bytes(family: Family, dtype: str, num_ranks: int) -> int:
+    """Returns the bytes of the keys and values of one token, in all layers, in each of `num_ranks` ranks of tensor
+    parallelism. With more ranks than heads, several ranks have the same head."""
     shape = family.shape
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_TO_BYTES[dtype]
+    num_heads = -(-shape.num_kv_heads // num_ranks)
+    return 2 * shape.num_layers * num_heads * shape.head_dim * DTYPE_TO_BYTES[dtype]

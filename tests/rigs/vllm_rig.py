@@ -4,6 +4,7 @@ processes of their own."""
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from contract_model import ContractModel
@@ -19,6 +20,7 @@ from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
 
 MAX_MODEL_LEN = 1024
+OVERLAPPING = "llm_workers.vllm_engine.doorstep_scheduler.OverlappingDoorstepScheduler"
 
 
 def make_vllm_worker(
@@ -27,11 +29,15 @@ def make_vllm_worker(
     inbox_bytes: int,
     num_blocks: int = 512,
     num_ranks: int = 1,
+    num_stages: int = 1,
     max_model_len: int = MAX_MODEL_LEN,
     options: dict[str, Any] | None = None,
+    *,
+    is_overlapping: bool = False,
     **config: Any,
 ) -> WorkerParts:
-    """Builds a worker of `num_ranks` ranks with `num_blocks` blocks of 32 tokens. `options` go to vLLM."""
+    """Builds a worker of `num_ranks` ranks with `num_blocks` blocks of 32 tokens, or of `num_stages` pipeline stages.
+    `options` go to vLLM. `is_overlapping` plans each step while the last one is computed, as vLLM does on GPUs."""
     settings = WorkerConfig(block_size=32, num_blocks=num_blocks, max_sequences=16, keep_features="never", **config)
     shape = model.family.shape
     sink = RankedSink(inbox_bytes, num_ranks)
@@ -46,6 +52,7 @@ def make_vllm_worker(
         has_towers=shape.num_levels > 1,
         options={
             "enforce_eager": True,
+            "pipeline_parallel_size": num_stages,
             "max_model_len": max_model_len,
             "kv_cache_memory_bytes": num_blocks * 32 * 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim,
         }
@@ -59,8 +66,35 @@ def make_vllm_worker(
         "device": "cpu",
         "is_on_device": False,
     }
-    make_core = core_maker(engine_config(vllm, inbox, sink.folder), sink)
+    made = engine_config(vllm, inbox, sink.folder)
+    if is_overlapping:
+        made.scheduler_config.async_scheduling = True
+        made.scheduler_config.scheduler_cls = OVERLAPPING
+    make_core = core_maker(made, sink)
+    if num_stages > 1:
+        make_core = with_room_between_stages(make_core)
     clock = SystemClock()
     make_engine = functools.partial(VllmEngine, settings, model.family, make_core, clock)
     service = WorkerService(WORKER, settings, model.family, make_engine, plane, sink, clock)
     return WorkerParts(service, sink, NixlFeatureSource("encoder-0", 1 << 22))
+
+
+def with_room_between_stages(make_core: Callable[[Callable[[], None]], Any]) -> Callable[[Callable[[], None]], Any]:
+    """Returns what creates a core whose later pipeline stages have room for what the stage ahead sends. On GPUs vLLM
+    makes this room when it measures the memory of a step, and it leaves that out on CPUs."""
+
+    def make_room(rank: Any) -> None:
+        from vllm.distributed import get_pp_group
+
+        runner = rank.model_runner
+        if not get_pp_group().is_first_rank:
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
+
+    def make(on_rank_lost: Callable[[], None]) -> Any:
+        core = make_core(on_rank_lost)
+        core.collective_rpc(make_room)
+        return core
+
+    return make

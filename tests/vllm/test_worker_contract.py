@@ -13,7 +13,9 @@ from contract_model import contract_model
 from engine_contract import (
     CHECKS,
     ContractRig,
+    check_a_video_is_computed_unit_by_unit,
     check_an_inbox_with_room_for_one_feature_serves_many,
+    check_many_requests_at_once,
     check_preempted_requests_go_on,
     contract_rig,
 )
@@ -22,9 +24,12 @@ from vllm_rig import make_vllm_worker
 pytestmark = [pytest.mark.torch, pytest.mark.nixl, pytest.mark.asyncio(loop_scope="module")]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen2_5_vl with overlapping steps", "qwen3_vl"]
+)
 async def worker(request: pytest.FixtureRequest) -> AsyncIterator[ContractRig]:
-    async with contract_rig(contract_model(request.param), make_vllm_worker) as made:
+    name, _, is_overlapping = request.param.partition(" with ")
+    async with contract_rig(contract_model(name), make_vllm_worker, is_overlapping=bool(is_overlapping)) as made:
         yield made
 
 
@@ -33,10 +38,18 @@ async def test_contract(worker: ContractRig, check: Callable[[ContractRig], Awai
     await check(worker)
 
 
-async def test_preempted_requests_go_on() -> None:
+@pytest.mark.parametrize("is_overlapping", [False, True])
+async def test_preempted_requests_go_on(*, is_overlapping: bool) -> None:
     model = contract_model("qwen2_5_vl")
-    async with contract_rig(model, make_vllm_worker, num_blocks=9, max_model_len=256) as small:
+    room = {"num_blocks": 9, "max_model_len": 256}
+    async with contract_rig(model, make_vllm_worker, is_overlapping=is_overlapping, **room) as small:
         await check_preempted_requests_go_on(small)
+
+
+async def test_two_pipeline_stages_compute_two_steps_at_once() -> None:
+    async with contract_rig(contract_model("qwen2_5_vl"), make_vllm_worker, num_stages=2) as made:
+        await check_many_requests_at_once(made)
+        await check_a_video_is_computed_unit_by_unit(made)
 
 
 async def test_an_inbox_with_room_for_one_feature_serves_many() -> None:

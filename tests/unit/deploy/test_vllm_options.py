@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from modalities_files import thinker_config, write_config
@@ -12,7 +13,7 @@ from modalities_files import thinker_config, write_config
 from deploy import compose
 from deploy.cli import main
 from deploy.config import ClusterConfig
-from deploy.vllm_worker import check_environment, check_options_there
+from deploy.vllm_worker import check_environment, check_options_there, token_kv_bytes
 from fabric.contracts import ConfigError
 
 Captured = pytest.CaptureFixture[str]
@@ -49,6 +50,20 @@ def test_what_vllm_refuses_is_named(tmp_path: Path) -> None:
 def test_what_weft_decides_is_refused_without_vllm(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"workers\.vllm\.dtype can't be set, because model\.dtype says it"):
         check_options_there(config(tmp_path / "nowhere", dtype="float16"))
+
+
+def test_pipeline_stages_need_gpus(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is above 1, and vLLM has pipeline stages on GPUs"):
+        check_options_there(config(tmp_path / "nowhere", pipeline_parallel_size=2))
+    with pytest.raises(ConfigError, match="must be 1 or more, and it is 'two'"):
+        check_options_there(config(tmp_path / "nowhere", pipeline_parallel_size="two"))
+
+
+@pytest.mark.parametrize(("num_ranks", "share"), [(1, 1), (2, 2), (4, 2), (8, 2)])
+def test_each_rank_keeps_the_keys_of_its_own_heads(num_ranks: int, share: int) -> None:
+    """A model with two heads of keys shares them among two ranks, and more ranks have copies of them."""
+    family: Any = SimpleNamespace(shape=SimpleNamespace(num_layers=3, num_kv_heads=2, head_dim=16))
+    assert token_kv_bytes(family, "float32", num_ranks) * share == 2 * 3 * 2 * 16 * 4
 
 
 def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
