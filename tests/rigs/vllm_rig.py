@@ -84,10 +84,8 @@ def with_room_between_stages(make_core: Callable[[Callable[[], None]], Any]) -> 
     makes this room when it measures the memory of a step, and it leaves that out on CPUs."""
 
     def make_room(rank: Any) -> None:
-        from vllm.distributed import get_pp_group
-
         runner = rank.model_runner
-        if not get_pp_group().is_first_rank:
+        if rank.rank > 0:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
                 batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
             )

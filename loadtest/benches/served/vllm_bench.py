@@ -110,7 +110,7 @@ async def _overlap_times(maker: ChatMaker, num_runs: int, target: ChatTarget) ->
 LEAST_TEXT, LEAST_PICTURES = 0.97, 1.0
 """These are the targets: Weft's tokens per second over those of vLLM's own server."""
 REST_S = 1.5
-"""An idle rank of vLLM spins for a second after its last step, so the other side begins only after that."""
+"""Each side begins this long after the other's end, because a rank of vLLM spins for a second after its last step."""
 
 
 def run_vllm_engine(chosen: argparse.Namespace) -> BenchResult:
