@@ -491,7 +491,8 @@ class ClusterConfig(Section):
                 )
         sharing = [each for each in pools if each.workers.shares_gpu]
         for each in sharing if len(sharing) > 1 else ():
-            if each.workers.engine == "vllm" and "gpu_memory_utilization" not in each.workers.vllm:
+            stated = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & each.workers.vllm.keys()
+            if each.workers.engine == "vllm" and not stated:
                 others = ", ".join(other.pool_path for other in sharing if other is not each)
                 raise ValueError(
                     f"{each.pool_path} and {others} may share a GPU, so {each.pool_path}.vllm.gpu_memory_utilization "

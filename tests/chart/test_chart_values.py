@@ -17,13 +17,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"config": {"workers": {"replicas": 0}}}, "at '/config/workers/replicas': minimum: got 0, want 1"),
     (
         {"config": {"more_workers": {"b": {"replica": 2}}}},
-        "at '/config/more_workers/b': additional properties 'replica'",
+        "at '/config/more_workers/b': additional properties",
     ),
     ({"config": {"more_workers": {"main": {}}}}, "invalid propertyName 'main'"),
     ({"config": {"more_workers": {"Big": {}}}}, "invalid propertyName 'Big'"),
     (
         {"config": {"more_workers": {"b": {"ray_resources": {"a": 1}}}}},
-        "at '/config/more_workers/b/ray_resources': 'not'",
+        "/config/more_workers/b/ray_resources': 'not'",
     ),
     ({"workerPools": {"b": {"replicas": 2}}}, "at '/workerPools/b': additional properties 'replicas' not allowed"),
     ({"config": {"encoders": {"device": "gpu"}}}, "at '/config/encoders/device': value must be one of 'cpu', 'cuda'"),

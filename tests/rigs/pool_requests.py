@@ -90,19 +90,19 @@ class PoolClient:
         Returns that answer. Streams of other pools stay open meanwhile, so that their workers are busy."""
         deadline_s = time.monotonic() + limit_s
         with self._cluster.client() as client:
-            opened = []
+            opened: list[Any] = []
             try:
                 while True:
                     assert time.monotonic() < deadline_s, f"no answer has come from the pool {pool}"
                     stream = client.stream("POST", CHAT, json=self._body(content, fields) | {"stream": True})
                     response = stream.__enter__()
-                    opened.append(stream)
                     assert response.status_code == 200
                     chunks = (
                         json.loads(line.removeprefix("data: "))
                         for line in response.iter_lines()
                         if line.startswith("data: {")
                     )
+                    opened.append((stream, chunks))  # An iterator that nobody holds would close its stream.
                     first = next(each for each in chunks if _words(each))
                     (worker,) = self.serving(first["id"])
                     if worker.pool != pool:
@@ -111,7 +111,7 @@ class PoolClient:
                     text = _words(first) + "".join(_words(each) for each in chunks)
                     return PooledAnswer(text, self.serving(first["id"]))
             finally:
-                for stream in opened:
+                for stream, _ in opened:
                     stream.__exit__(None, None, None)
 
     def _body(self, content: Any, fields: dict[str, Any]) -> dict[str, Any]:
