@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.config import ClusterConfig
+from deploy.workers_config import WorkerSection
 from fabric.contracts import EMBEDDINGS, SPEECH, ConfigError, Member, MemberPlace
 from modalities.checkpoint_files import read_quantisation
 from modalities.family import Family, ModelShape
@@ -83,6 +84,13 @@ def worker_lacks(config: ClusterConfig) -> tuple[str, ...]:
     num_ranks = [each.workers.tensor_parallel for each in config.by_pool() if each.stages is not None]
     # Workers of several ranks store no rows for the talker, so they leave spoken answers to those that do.
     return (SPEECH,) if 1 in num_ranks and config.workers.tensor_parallel > 1 else ()
+
+
+def waiting_share(config: ClusterConfig, section: WorkerSection) -> float:
+    """Returns how much of the work that waits at the routers a scaled pool of workers counts as its own: its part of
+    all workers that scaled pools may have. Pools that are not scaled can't grow for it."""
+    most = sum(each.most_replicas for each in config.all_workers if each.autoscaling.rules is not None)
+    return section.most_replicas / most
 
 
 def pool_place(config: ClusterConfig, place: MemberPlace) -> MemberPlace:

@@ -47,7 +47,7 @@ from deploy.speech_parts import close_connectors, open_connectors, stage_name
 from deploy.stages_config import StageSection
 from deploy.start_phases import LOADING, MEASURING, LoadingTeller
 from deploy.vllm_worker import open_vllm_sink, process_variables, worker_python
-from deploy.worker_pools import worker_record
+from deploy.worker_pools import waiting_share, worker_record
 from deploy.workers_config import WorkerSection
 from fabric.contracts import (
     EncodeRequest,
@@ -130,13 +130,6 @@ def _reserved(config: ClusterConfig, section: RouterSection | EncoderSection | W
         "resources": dict(section.ray_resources),
         "runtime_env": actor_environment(config),
     }
-
-
-def waiting_share(config: ClusterConfig, section: WorkerSection) -> float:
-    """Returns how much of the work that waits at the routers a scaled pool of workers counts as its own: its part of
-    all workers that scaled pools may have. Pools that are not scaled can't grow for it."""
-    most = sum(each.most_replicas for each in config.all_workers if each.autoscaling.rules is not None)
-    return section.most_replicas / most
 
 
 def vllm_reservation(config: ClusterConfig, one_rank: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,17 +75,6 @@ def test_each_engine_gives_the_same_greedy_tokens(client: PoolClient, name: str)
     assert answers["main"] == answers["vllm"] != ""
 
 
-@pytest.mark.parametrize("pool", POOL_TO_ENGINE)
-@pytest.mark.parametrize("name", ["a text", "a picture"])
-def test_a_killed_engine_is_continued_by_the_other(client: PoolClient, pool: str, name: str) -> None:
-    fields = {"max_tokens": 500, "ignore_eos": True}
-    whole = client.ask(CONTENTS[name], **fields).text
-    answer = client.ask_and_kill(CONTENTS[name], pool, **fields)
-    assert [each.pool for each in answer.workers] == [pool, *(each for each in POOL_TO_ENGINE if each != pool)]
-    assert answer.text == whole
-    eventually(lambda: pools(client) == POOL_TO_ENGINE, timeout_s=300)
-
-
 def test_status_shows_which_engine_a_worker_has(cluster: ClusterProcess, capsys: pytest.CaptureFixture[str]) -> None:
     import deploy.cli
 
@@ -95,6 +84,16 @@ def test_status_shows_which_engine_a_worker_has(cluster: ClusterProcess, capsys:
     assert header[1:3] == ["POOL", "ENGINE"]
     start = next(number for number, line in enumerate(lines) if line.startswith("WORKER"))
     assert sorted(line.split()[1:3] for line in lines[start + 1 : start + 3]) == [["main", "weft"], ["vllm", "vllm"]]
+
+
+@pytest.mark.parametrize(("pool", "name"), [("main", "a text"), ("main", "a picture"), ("vllm", "a picture")])
+def test_a_killed_engine_is_continued_by_the_other(client: PoolClient, pool: str, name: str) -> None:
+    eventually(lambda: pools(client) == POOL_TO_ENGINE, timeout_s=300)
+    fields = {"max_tokens": 500, "ignore_eos": True}
+    whole = client.ask(CONTENTS[name], **fields).text
+    answer = client.ask_and_kill(CONTENTS[name], pool, **fields)
+    assert [each.pool for each in answer.workers] == [pool, *(each for each in POOL_TO_ENGINE if each != pool)]
+    assert answer.text == whole
 
 
 def test_everything_is_free_afterwards(cluster: ClusterProcess) -> None:

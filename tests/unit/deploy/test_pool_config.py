@@ -14,13 +14,14 @@ from deploy import compose
 from deploy.cli import main
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
+from deploy.scaling import waiting_load
 from deploy.sizing import budget as memory
 from deploy.sizing import inbox_bytes, too_few_gpus
 from deploy.sizing.budget import budget_lines, plan_budget
 from deploy.sizing.device_use import GpuNeed, gpu_needs, shared_kinds
 from deploy.vllm_worker import check_environment, check_options_there
-from deploy.worker_pools import worker_lacks, worker_record
-from fabric.contracts import EMBEDDINGS, SPEECH, ConfigError, KvScheme, Member, MemberId
+from deploy.worker_pools import waiting_share, worker_lacks, worker_record
+from fabric.contracts import EMBEDDINGS, SPEECH, ConfigError, KvScheme, Member, MemberId, WaitingWork
 
 Captured = pytest.CaptureFixture[str]
 GPU = {"device": "cuda", "gpus_per_replica": 1}
@@ -201,6 +202,20 @@ def test_check_counts_the_replicas_of_each_pool(tmp_path: Path, capsys: Captured
     file.write_text("workers: {replicas: 2}\nmore_workers: {b: {replicas: 3}}\n")
     assert main(["check", str(file)]) == 0
     assert "(1 router, 1 encoder, 2 worker, 3 worker-b replicas)" in capsys.readouterr().out
+
+
+def test_scaled_pools_share_what_waits_by_their_largest_sizes() -> None:
+    def scaled(most: int) -> dict[str, object]:
+        return {"autoscaling": {"max_replicas": most}}
+
+    whole = parsed(workers=scaled(2), more_workers={"b": scaled(6), "c": {"replicas": 9}})
+    shares = [waiting_share(whole, each) for each in whole.all_workers[:2]]
+    assert shares == [0.25, 0.75]
+    work = WaitingWork(worker_s=8.0, kv_share=4.0, encoder_s=2.0)
+    assert [waiting_load(f"worker-{share}", work.times(share)).queue_s for share in shares] == [2.0, 6.0]
+    assert [waiting_load("worker-b", work.times(share)).memory_use for share in shares] == [1.0, 3.0]
+    alone = parsed(workers=scaled(4), more_workers={"c": {"replicas": 9}})
+    assert waiting_share(alone, alone.workers) == 1.0, "a pool that does not grow leaves all to the others"
 
 
 # ------------------------------------------------------------ records

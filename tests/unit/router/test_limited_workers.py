@@ -25,10 +25,7 @@ def publish(cluster: FakeCluster, **limits: object) -> None:
     """Tells the router that the first worker has these limits and all others have none."""
     limited = cluster.workers[0].member_id
     cluster.service.update_members(
-        [
-            msgspec.structs.replace(each, **limits) if each.member_id == limited else each  # type: ignore[arg-type]
-            for each in cluster.members
-        ]
+        [msgspec.structs.replace(each, **limits) if each.member_id == limited else each for each in cluster.members]
     )
 
 
