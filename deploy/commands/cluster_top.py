@@ -311,7 +311,7 @@ def _rate_line(rates: Rates | None) -> str:
 
 def _member_cells(row: MemberRow, done: Mapping[str, float], has_pools: bool) -> tuple[object, ...]:
     return (
-        f"{row.member_id} {row.pool}" if has_pools else row.member_id,
+        f"{row.member_id} {row.pool}" if has_pools and row.pool else row.member_id,
         state_cell(row),
         duration(row.queue_s),
         count(row.num_active),
