@@ -32,7 +32,7 @@ def cluster() -> Iterator[ClusterProcess]:
     vllm = sizes | {"engine": "vllm", "block_size": 32, "vllm": options}
     directory = contract_model("qwen2_5_vl").directory
     with start_cluster(
-        model={"path": str(directory), "name": "tiny", "dtype": "float32"},
+        model={"path": str(directory), "name": "tiny", "dtype": "float32", "embeddings": "last"},
         workers=sizes | {"block_size": 16, "step_delay_s": 0.004},
         more_workers={"vllm": vllm},
         encoders={"replicas": 1},
@@ -73,6 +73,17 @@ def test_each_engine_gives_the_same_greedy_tokens(client: PoolClient, name: str)
     assert pools(client) == POOL_TO_ENGINE
     answers = client.ask_each(CONTENTS[name], POOL_TO_ENGINE, max_tokens=24, ignore_eos=True)
     assert answers["main"] == answers["vllm"] != ""
+
+
+def test_embeddings_go_to_the_engine_that_gives_them(cluster: ClusterProcess) -> None:
+    """A worker with vLLM would refuse them."""
+    with cluster.client() as http:
+        answers = [
+            http.post("/v1/embeddings", json={"model": "tiny", "input": [f"words {number}", f"more words {number}"]})
+            for number in range(6)
+        ]
+    assert [each.status_code for each in answers] == [200] * 6, [each.text for each in answers]
+    assert {len(each.json()["data"]) for each in answers} == {2}
 
 
 def test_status_shows_which_engine_a_worker_has(cluster: ClusterProcess, capsys: pytest.CaptureFixture[str]) -> None:
