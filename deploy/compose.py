@@ -29,12 +29,12 @@ from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_fre
 from deploy.request_config import TenantSection
 from deploy.speech_parts import speech_settings, thinker_sender, with_talker_rows
 from deploy.topology import find_place
+from deploy.worker_pools import check_pools, pool_place
 from encoder_pool.encoder_config import MODALITY_TO_CPU_S, MODALITY_TO_TIMEOUT_S, DecodeLimits, EncoderConfig
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, KvScheme, Member, MemberId, MemberPlace, SystemClock
 from fabric.transport import FeatureSink, FeatureSource, Plane, PortRange, StageConnector
 from llm_workers.worker_config import Speculation, WorkerConfig
-from modalities.checkpoint_files import read_quantisation
-from modalities.family import Family, LanguageModel, MediaOptions, ModelShape
+from modalities.family import Family, LanguageModel, MediaOptions
 from modalities.media import MediaLimits
 from modalities.registry import REGISTRY
 from modalities.speech_traits import read_speech_traits
@@ -56,9 +56,6 @@ ATTENTION_NAME = "weft_paged"
 DECODED_BATCHES = 4
 """An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
 `DecodeRoom`."""
-VLLM_MODALITIES = ("image", "video")
-VLLM_MEDIA_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
-"""Lists the families whose media a worker with vLLM takes; of other families it takes those without media."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,25 +111,9 @@ def load_model(config: ClusterConfig, directory: Path) -> Model:
     workers' ranks can't share evenly, and for stages that speak where the checkpoint has no voice."""
     name = config.model.name or model_name(config.model.path)
     family = REGISTRY.load_family(directory)
-    _check_engine(config, family, directory)
-    check_shares(family.shape, config.workers.tensor_parallel)
+    check_pools(config, family, directory)
     speech_settings(config, directory)
     return Model(directory, name, family)
-
-
-def _check_engine(config: ClusterConfig, family: Family, directory: Path) -> None:
-    if config.workers.engine == "weft":
-        read_quantisation(directory)
-    elif unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
-        raise ConfigError(
-            f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
-            "use workers.engine: weft"
-        )
-    elif family.max_items and family.name not in VLLM_MEDIA_FAMILIES:
-        raise ConfigError(
-            f"workers.engine is vllm, which takes media of {', '.join(VLLM_MEDIA_FAMILIES)} here, and not those of "
-            f"{family.name}; use workers.engine: weft"
-        )
 
 
 def model_name(path: Path | str | None) -> str:
@@ -140,15 +121,6 @@ def model_name(path: Path | str | None) -> str:
     if path is None:
         return "weft-demo"
     return ModelUrl.parse(path).name if isinstance(path, str) else path.name
-
-
-def check_shares(shape: ModelShape, num_ranks: int) -> None:
-    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
-    twice."""
-    if shape.num_kv_heads % num_ranks:
-        raise ConfigError(
-            f"workers.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
-        )
 
 
 def member(
@@ -183,7 +155,8 @@ def member_place(config: ClusterConfig, kind: str, node_labels: Mapping[str, str
         return find_place(config.encoders.device, 1, node_labels, config.is_arena_on_device)
     if kind == "worker":
         num_devices = config.workers.tensor_parallel
-        return find_place(config.workers.device, num_devices, node_labels, config.is_inbox_on_device)
+        found = find_place(config.workers.device, num_devices, node_labels, config.is_inbox_on_device)
+        return pool_place(config, found)
     return MemberPlace()
 
 
@@ -520,7 +493,7 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
         kind_to_expected={
             "router": config.router.replicas,
             "encoder": config.encoders.first_replicas,
-            "worker": config.workers.first_replicas,
+            "worker": config.first_workers,
             "stage": config.num_stage_replicas,
         },
         speech=speech_settings(config, model.directory),

@@ -36,7 +36,9 @@ def with_dtype(config: ClusterConfig, model_dir: Path) -> ClusterConfig:
     if config.model.dtype != "auto":
         return config
     stored = stored_dtype(read_json(model_dir / "config.json")[1])
-    devices = {section.device for section in (config.workers, config.encoders) if section.replicas}
+    devices = {each.device for each in config.all_workers}
+    if config.encoders.replicas:
+        devices.add(config.encoders.device)
     flags = processor_flags(CPUINFO)
     is_emulated = devices <= {"cpu"} and stored in DTYPE_TO_FLAGS and not DTYPE_TO_FLAGS[stored] & flags
     dtype = "float32" if is_emulated else stored

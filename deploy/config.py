@@ -12,10 +12,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from deploy.config_values import (
-    Blocks,
     Bytes,
     Device,
     LocalFile,
@@ -33,9 +32,9 @@ from deploy.http_limits import HttpLimits
 from deploy.request_config import AccessSection, LimitsSection, MediaSection, TenantSection, TracingSection
 from deploy.scaling_config import AutoscalingSection
 from deploy.stages_config import StagesSection
+from deploy.workers_config import FIRST_POOL, PoolName, WorkerSection, deployment_name
 from encoder_pool.encoder_config import DecodeLimits, EncoderConfig
 from fabric.transport import PortRange
-from llm_workers.worker_config import Speculation, WorkerConfig
 from modalities.registry import REGISTRY
 from router.planning import LinkClass, PlannerSettings
 from router.router_config import ANONYMOUS, RouterConfig
@@ -287,121 +286,6 @@ class EncoderSection(Section):
         return self
 
 
-class SpeculationSection(Section):
-    """Configures prompt lookup: workers guess tokens from a request's own text and check them in the same step. It
-    changes no answer."""
-
-    max_tokens: int = Field(default_of(Speculation, "max_tokens"), ge=0, le=64)
-    """Limits the guesses per sequence and step; 0 turns prompt lookup off."""
-    min_ngram: int = Field(default_of(Speculation, "min_ngram"), ge=1)
-    """Sets the smallest number of last tokens for which prompt lookup searches an earlier copy in the text."""
-    max_ngram: int = Field(default_of(Speculation, "max_ngram"), ge=1)
-    """Sets the largest number of these tokens. Prompt lookup uses the longest copy that it finds."""
-
-    @model_validator(mode="after")
-    def _check_order(self) -> SpeculationSection:
-        if self.min_ngram > self.max_ngram:
-            raise ValueError(
-                f"min_ngram is {self.min_ngram}, but it must be at most max_ngram, which is {self.max_ngram}"
-            )
-        return self
-
-
-class WorkerSection(Section):
-    replicas: int = Field(1, ge=1)
-    """Sets the number of workers."""
-    autoscaling: AutoscalingSection = AutoscalingSection()
-    slo_tpot_s: float = Field(0.1, gt=0)
-    """Holds the time between tokens that requests should meet. Autoscaling counts as a worker's capacity what a step
-    leaves of it beside its fixed part."""
-    engine: Literal["weft", "vllm"] = "weft"
-    """Says which engine computes: Weft's own, or vLLM in an environment of its own (docs/vllm.md)."""
-    vllm: dict[str, Any] = Field({})
-    """Holds further options for vLLM, by the names of its `AsyncEngineArgs`, for `engine: vllm`."""
-    python: Path | None = None
-    """Names the Python interpreter of workers with vLLM, the same on every node. None means that of the environment
-    whose folder is named like Weft's own, with `-vllm` behind."""
-    device: Device = "cpu"
-    """Says where the workers compute."""
-    tensor_parallel: int = Field(default_of(WorkerConfig, "num_ranks"), ge=1)
-    """Sets the number of ranks of each replica; each rank is a process with a device of its own. The ranks share the
-    layers and KV heads."""
-    gpus_per_replica: float = Field(0, ge=0)
-    """Sets the number of GPUs of each rank."""
-    ray_resources: RayResources = Field({})
-    """Maps custom resources of Ray to the amount that each rank takes, so that workers run only on nodes that have
-    them."""
-    cpus_per_replica: float = Field(0, ge=0)
-    """Sets the number of CPUs that Ray reserves for each rank; 0 reserves none."""
-    step_timeout_s: float = Field(60.0, gt=0)
-    """Each rank of a replica waits this many seconds for the others in a step; then the replica counts as lost."""
-    block_size: int = Field(default_of(WorkerConfig, "block_size"), ge=1)
-    num_blocks: Blocks = default_of(WorkerConfig, "num_blocks")
-    """Sets the number of KV blocks of each worker. Together they hold `num_blocks * block_size` tokens, which all
-    requests of the worker share with the prefix cache. With `auto`, a worker on a GPU takes as many as its memory
-    holds beside the weights and the largest step; on a CPU `auto` is the default."""
-    max_step_tokens: int = Field(default_of(WorkerConfig, "max_step_tokens"), ge=1)
-    media_chunk_tokens: int | None = Field(default_of(WorkerConfig, "media_chunk_tokens"), ge=0)
-    """Limits the tokens of a step while the worker has a request without media, and for two seconds after, by limiting
-    prompts with media that are not more urgent. With None, nine in ten steps of texts stay below it; 0 sets none."""
-    max_sequences: int = Field(default_of(WorkerConfig, "max_sequences"), ge=1)
-    prefix_cache: bool = default_of(WorkerConfig, "is_prefix_cache_enabled")
-    """Says whether workers keep the KV blocks of earlier prompts and use them again for prompts that begin the same."""
-    inbox_bytes: Bytes | None = None
-    """Sets the size of each worker's memory for features. With None, the workers share 4 GB equally,
-    or a sixteenth of the machine's memory if that is less; on a device it is 1 GB."""
-    inbox_device: Literal["host", "auto", "device"] = "host"
-    """Says where features land: in the host's memory, or in that of the worker's GPU. `auto` means the GPU if encoders
-    and workers compute on CUDA. A cluster in one process uses the host's memory."""
-    keep_features: Literal["auto", "always", "never"] = default_of(WorkerConfig, "keep_features")
-    """Says whether features stay in host memory after prefill; `auto` keeps those that were needed before."""
-    kept_bytes: Bytes = default_of(WorkerConfig, "kept_bytes")
-    grammar_bytes: Bytes = default_of(WorkerConfig, "grammar_bytes")
-    """Limits the memory of all compiled grammars of structured output, as they are estimated: those that are kept for
-    later requests, and those that running requests follow."""
-    pull_timeout_s: float = Field(default_of(WorkerConfig, "pull_timeout_s"), gt=0)
-    """Limits the time in which a worker reads one feature from an encoder; after that it asks for the feature again."""
-    unit_wait_s: float = Field(default_of(WorkerConfig, "unit_wait_s"), gt=0)
-    """A worker waits this many seconds for a feature before it asks the router again."""
-    speculation: SpeculationSection = SpeculationSection()
-    cuda_graphs: Annotated[Literal["off", "auto"], Switch] = default_of(WorkerConfig, "cuda_graphs")
-    """Says whether workers record decode steps as CUDA graphs, which needs a block size that is a multiple of 256
-    tokens."""
-    overlap: bool = default_of(WorkerConfig, "is_overlap_enabled")
-    """Says whether a worker computes a prompt up to the first medium that is not encoded yet. If not, it begins with a
-    request when all its media are encoded, and the inbox must have room for all of them; that is for comparisons."""
-    step_delay_s: float = Field(default_of(WorkerConfig, "step_delay_s"), ge=0)
-    """Makes every step take at least this long. It is for tests and benches, like `encoders.encode_delay_s`."""
-    step_delay_s_per_token: float = Field(default_of(WorkerConfig, "step_delay_s_per_token"), ge=0)
-    """Adds this to `step_delay_s` for each prompt token of a step; a token after a long context counts for more."""
-    step_delay_s_per_decode: float = Field(default_of(WorkerConfig, "step_delay_s_per_decode"), ge=0)
-    """Adds this to `step_delay_s` for each sequence that decodes in a step."""
-
-    def are_blocks_fitted(self) -> bool:
-        """Returns whether the memory of each worker's GPU decides how many KV blocks it has."""
-        return self.num_blocks == "auto" and self.device == "cuda"
-
-    def stated_blocks(self) -> int:
-        """Returns the number of KV blocks that the config states, or the default if it is `auto`."""
-        return default_of(WorkerConfig, "num_blocks") if self.num_blocks == "auto" else self.num_blocks
-
-    @property
-    def first_replicas(self) -> int:
-        """Returns the number of workers with which the cluster begins."""
-        return self.autoscaling.min_replicas if self.autoscaling.max_replicas else self.replicas
-
-    @property
-    def most_replicas(self) -> int:
-        """Returns the largest number of workers that the cluster may have."""
-        return self.autoscaling.max_replicas or self.replicas
-
-    @model_validator(mode="after")
-    def _check_inbox(self) -> WorkerSection:
-        if self.inbox_device == "device" and self.device != "cuda":
-            raise ValueError(f"inbox_device is device, but device is {self.device}, which has no memory of its own")
-        return self
-
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 
@@ -467,6 +351,10 @@ class ClusterConfig(Section):
     media: MediaSection = MediaSection()
     encoders: EncoderSection = EncoderSection()
     workers: WorkerSection = WorkerSection()
+    more_workers: dict[PoolName, WorkerSection] = Field({})
+    """Maps the names of further pools of workers to what they are, for workers of another engine, size or device in the
+    same cluster. Each entry has the keys of `workers`, with the same defaults. The pool of `workers` is called
+    `main`."""
     stages: StagesSection | None = None
     """Describes the stages that speak; without it, the cluster answers in text alone."""
     ray: RaySection = RaySection()
@@ -484,6 +372,54 @@ class ClusterConfig(Section):
     threads_per_replica: int = Field(1, ge=1)
     """Limits the threads with which each encoder and worker computes on a CPU."""
 
+    _pool: str = PrivateAttr(FIRST_POOL)
+
+    @property
+    def pool(self) -> str:
+        """Returns the name of the pool that `workers` describes."""
+        return self._pool
+
+    @property
+    def pool_path(self) -> str:
+        """Returns where a file has the section that `workers` holds, for messages."""
+        return "workers" if self._pool == FIRST_POOL else f"more_workers.{self._pool}"
+
+    @property
+    def pool_deployment(self) -> str:
+        """Returns the name of the deployment of the pool that `workers` describes."""
+        return deployment_name(self._pool)
+
+    def of_pool(self, name: str) -> ClusterConfig:
+        """Returns the config as the workers of a pool see it: `workers` describes that pool, and `more_workers` all
+        others. It has no `stages` if the pool's engine does not hand over what speech needs."""
+        sections = {self._pool: self.workers, **self.more_workers}
+        own = sections.pop(name)
+        changes: dict[str, Any] = {"workers": own, "more_workers": sections}
+        if own.engine == "vllm":
+            changes["stages"] = None
+        made = self.model_copy(update=changes)
+        made._pool = name
+        return made
+
+    def by_pool(self) -> list[ClusterConfig]:
+        """Returns the config as each pool of workers sees it."""
+        return [self.of_pool(name) for name in (self._pool, *self.more_workers)]
+
+    @property
+    def all_workers(self) -> tuple[WorkerSection, ...]:
+        """Returns the sections of all pools of workers."""
+        return (self.workers, *self.more_workers.values())
+
+    @property
+    def first_workers(self) -> int:
+        """Returns the number of workers of all pools with which the cluster begins."""
+        return sum(each.first_replicas for each in self.all_workers)
+
+    @property
+    def most_workers(self) -> int:
+        """Returns the largest number of workers that all pools may have together."""
+        return sum(each.most_replicas for each in self.all_workers)
+
     @property
     def is_arena_on_device(self) -> bool:
         """Returns whether encoders that have a process of their own keep features in the memory of their GPU."""
@@ -496,7 +432,7 @@ class ClusterConfig(Section):
 
     @property
     def _is_all_on_cuda(self) -> bool:
-        return self.encoders.device == self.workers.device == "cuda"
+        return {"cuda"} == {self.encoders.device, *(each.device for each in self.all_workers)}
 
     @property
     def num_stage_replicas(self) -> int:
@@ -536,34 +472,39 @@ class ClusterConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_engine(self) -> ClusterConfig:
-        workers = self.workers
-        if workers.engine == "weft":
-            for name in ("vllm", "python"):
-                if getattr(workers, name):
-                    raise ValueError(f"workers.{name} is set, but workers.engine is weft; set engine to vllm")
-            return self
-        if self.stages is not None:
-            raise ValueError(
-                "speech (stages) needs workers.engine: weft, because vLLM does not hand over the thinker's hidden "
-                "states, which the talker reads; deploy/configs/gpu-speech.yaml is an example"
-            )
-        unused = {
-            "speculation.max_tokens": workers.speculation.max_tokens,
-            "step_delay_s": workers.step_delay_s,
-            "step_delay_s_per_token": workers.step_delay_s_per_token,
-            "step_delay_s_per_decode": workers.step_delay_s_per_decode,
-        }
-        for name, value in unused.items():
-            if value:
+    def _check_pools(self) -> ClusterConfig:
+        if FIRST_POOL in self.more_workers:
+            raise ValueError(f"more_workers.{FIRST_POOL} has the name of the pool of `workers`; choose another name")
+        pools = self.by_pool()
+        for each in pools:
+            _check_engine(each.pool_path, each.workers)
+        if all(each.workers.engine == "vllm" for each in pools):
+            if self.stages is not None:
                 raise ValueError(
-                    f"workers.{name} needs workers.engine: weft; vLLM has options of its own (workers.vllm)"
+                    "speech (stages) needs workers.engine: weft, because vLLM does not hand over the thinker's hidden "
+                    "states, which the talker reads; deploy/configs/gpu-speech.yaml is an example"
+                )
+            if self.model.embeddings != "off":
+                raise ValueError(
+                    f"model.embeddings is {self.model.embeddings}, but vLLM gives no embeddings; a pool of workers "
+                    "needs engine: weft for them"
+                )
+        sharing = [each for each in pools if each.workers.shares_gpu]
+        for each in sharing if len(sharing) > 1 else ():
+            stated = {"gpu_memory_utilization", "kv_cache_memory_bytes"} & each.workers.vllm.keys()
+            if each.workers.engine == "vllm" and not stated:
+                others = ", ".join(other.pool_path for other in sharing if other is not each)
+                raise ValueError(
+                    f"{each.pool_path} and {others} may share a GPU, so {each.pool_path}.vllm.gpu_memory_utilization "
+                    "must say how much of it vLLM takes"
                 )
         return self
 
     @model_validator(mode="after")
     def _check_devices(self) -> ClusterConfig:
-        for name, section in (("encoders", self.encoders), ("workers", self.workers)):
+        sections: list[tuple[str, EncoderSection | WorkerSection]] = [("encoders", self.encoders)]
+        sections += [(each.pool_path, each.workers) for each in self.by_pool()]
+        for name, section in sections:
             gpus = section.gpus_per_replica
             if section.device == "cuda" and gpus == 0:
                 raise ValueError(f"{name}.device is cuda, but {name}.gpus_per_replica is 0; set both for a GPU")
@@ -574,3 +515,15 @@ class ClusterConfig(Section):
                     f"{name}.gpus_per_replica is {gpus:g}, which shares a GPU; allow this with allow_shared_gpu: true"
                 )
         return self
+
+
+def _check_engine(path: str, workers: WorkerSection) -> None:
+    """Raises ValueError if a section of workers, which a file has at `path`, says what its engine does not know."""
+    if workers.engine == "weft":
+        for name in ("vllm", "python"):
+            if getattr(workers, name):
+                raise ValueError(f"{path}.{name} is set, but {path}.engine is weft; set engine to vllm")
+        return
+    for name, value in workers.unused_by_vllm().items():
+        if value:
+            raise ValueError(f"{path}.{name} needs {path}.engine: weft; vLLM has options of its own ({path}.vllm)")

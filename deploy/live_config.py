@@ -78,6 +78,8 @@ SECTION_TO_LIVE_KEYS: Mapping[str, tuple[str, ...]] = {
     "logging": ("level", "levels"),
 }
 """Maps a section to its keys that may change while the cluster serves."""
+NAMED_TO_LIVE_KEYS: Mapping[str, tuple[str, ...]] = {"more_workers": ("replicas",)}
+"""Does the same for a section whose entries have names, and counts for each entry."""
 LIVE_SECTIONS = ("tenants",)
 """Names the sections that may change as a whole. A new value replaces the former one."""
 
@@ -86,6 +88,8 @@ def live_values(config: ClusterConfig) -> dict[str, Any]:
     """Returns the values of all keys that may change, as plain data that JSON can hold."""
     data = config.model_dump(mode="json", by_alias=True)
     found = {section: {key: data[section][key] for key in keys} for section, keys in SECTION_TO_LIVE_KEYS.items()}
+    for section, keys in NAMED_TO_LIVE_KEYS.items():
+        found[section] = {name: {key: entry[key] for key in keys} for name, entry in data[section].items()}
     return found | {section: data[section] for section in LIVE_SECTIONS}
 
 
@@ -101,6 +105,8 @@ def with_live_values(config: ClusterConfig, values: object) -> ClusterConfig:
             data[section] = changes
         elif not isinstance(changes, Mapping):
             refused.append(f"{section}: " + ("must be a mapping of keys" if section in data else "the key is unknown"))
+        elif section in NAMED_TO_LIVE_KEYS:
+            refused += _change_named(str(section), data[section], changes)
         else:
             live = SECTION_TO_LIVE_KEYS.get(str(section), ())
             refused += [f"{section}.{key}: {_why_not(str(section), str(key))}" for key in changes if key not in live]
@@ -114,6 +120,21 @@ def with_live_values(config: ClusterConfig, values: object) -> ClusterConfig:
     if (changed.encoders.replicas == 0) != (config.encoders.replicas == 0):
         raise ConfigError("encoders.replicas: a cluster gets its first encoder, or loses its last, only by a restart")
     return changed
+
+
+def _change_named(section: str, entries: dict[str, dict[str, Any]], changes: Mapping[Any, Any]) -> list[str]:
+    """Changes live keys of the named entries of a section. Returns why changes are refused."""
+    refused = []
+    for name, values in changes.items():
+        if name not in entries:
+            refused.append(f"{section}.{name}: an entry comes only by a restart")
+        elif not isinstance(values, Mapping):
+            refused.append(f"{section}.{name}: must be a mapping of keys")
+        else:
+            unknown = [key for key in values if key not in NAMED_TO_LIVE_KEYS[section]]
+            refused += [f"{section}.{name}.{key}: {_why_not(section, str(key))}" for key in unknown]
+            entries[name].update(values)
+    return refused
 
 
 def _why_not(section: str, key: str) -> str:
@@ -156,7 +177,11 @@ class LiveConfig:
 def live_keys_yaml() -> str:
     """Returns the list of keys in the form in which the chart reads it."""
     text = yaml.safe_dump(
-        {"sections": list(LIVE_SECTIONS), "keys": {name: list(keys) for name, keys in SECTION_TO_LIVE_KEYS.items()}},
+        {
+            "sections": list(LIVE_SECTIONS),
+            "keys": {name: list(keys) for name, keys in SECTION_TO_LIVE_KEYS.items()},
+            "named": {name: list(keys) for name, keys in NAMED_TO_LIVE_KEYS.items()},
+        },
         sort_keys=False,
     )
     return "# Written from deploy/live_config.py, which says what these lists are; a test holds both equal.\n" + text

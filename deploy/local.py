@@ -21,6 +21,7 @@ from deploy.ranks import RankedWorker, WorkerEndpoint, open_worker, spawn_rank
 from deploy.sizing import arena_bytes, inbox_bytes, refuse_if_too_small
 from deploy.start_phases import LOADED, LOADING, MEASURING, LoadingTeller, TellPhase, tell_nobody
 from deploy.tls import TlsFiles, check_tls
+from deploy.worker_pools import worker_record
 from fabric.contracts import (
     WEFT_KV,
     EncodeRequest,
@@ -115,35 +116,40 @@ class LocalCluster:
         self._hub, self._channel, self._stage_hub = LocalHub(), LocalChannelHub(), LocalStageHub()
         self._connectors: list[StageConnector] = []
         for _ in range(config.encoders.first_replicas):
-            member_id, plane = self._endpoint("encoder")
+            member_id, plane = self._endpoint("encoder", config)
             tell("encoder", str(member_id), LOADING)
             source = LocalFeatureSource(self._channel, str(member_id), arena_bytes(config))
             with watched_loading(LoadingTeller(partial(tell, "encoder", str(member_id), LOADING))):
                 self.encoders.services[member_id] = compose.build_encoder(config, self.model, member_id, plane, source)
             tell("encoder", str(member_id), LOADED)
-        for _ in range(config.workers.first_replicas):
-            member_id, plane = self._endpoint("worker")
-            tell("worker", str(member_id), LOADING)
-            sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
-            endpoint = WorkerEndpoint(member_id, plane, sink, self._open_connectors())
-            with watched_loading(LoadingTeller(partial(tell, "worker", str(member_id), LOADING))):
-                worker = open_worker(config, self.model, endpoint, "127.0.0.1", spawn_rank)
-            self.ranked_workers.append(worker)
-            self.workers.services[member_id] = worker.service
-            tell("worker", str(member_id), LOADED)
+        for own in config.by_pool():
+            for _ in range(own.workers.first_replicas):
+                self._add_worker(own)
         self._add_stages()
-        member_id, plane = self._endpoint("router")
+        member_id, plane = self._endpoint("router", config)
         self.router_id = member_id
         pools = Pools(self.workers, self.encoders, self.stages)
         self.router = compose.build_router(config, self.model, member_id, plane, pools)
         self.app = create_app(self.router)
+
+    def _add_worker(self, config: ClusterConfig) -> None:
+        """Builds a worker of the pool that the config describes."""
+        member_id, plane = self._endpoint("worker", config)
+        self._tell("worker", str(member_id), LOADING)
+        sink = LocalFeatureSink(self._channel, str(member_id), inbox_bytes(config))
+        endpoint = WorkerEndpoint(member_id, plane, sink, self._open_connectors())
+        with watched_loading(LoadingTeller(partial(self._tell, "worker", str(member_id), LOADING))):
+            worker = open_worker(config, self.model, endpoint, "127.0.0.1", spawn_rank)
+        self.ranked_workers.append(worker)
+        self.workers.services[member_id] = worker.service
+        self._tell("worker", str(member_id), LOADED)
 
     def _add_stages(self) -> None:
         """Builds the replicas of the stages that speak."""
         for stage in () if self.config.stages is None else self.config.stages.later:
             for _ in range(stage.replicas):
                 connectors = self._open_connectors()
-                member_id, plane = self._endpoint("stage", speech_parts.member_stage(stage, connectors))
+                member_id, plane = self._endpoint("stage", self.config, speech_parts.member_stage(stage, connectors))
                 self._tell("stage", str(member_id), LOADING)
                 self.stages.services[member_id] = speech_parts.build_stage(
                     self.config, self.model.directory, stage, member_id, plane, connectors
@@ -158,14 +164,18 @@ class LocalCluster:
         self._connectors.append(connector)
         return {"local": connector}
 
-    def _endpoint(self, kind: str, stage: MemberStage | None = None) -> tuple[MemberId, LocalPlane]:
+    def _endpoint(
+        self, kind: str, config: ClusterConfig, stage: MemberStage | None = None
+    ) -> tuple[MemberId, LocalPlane]:
         member_id = mint_member_id(kind)
         plane = LocalPlane(self._hub, f"local://{member_id}")
-        modalities = compose.loaded_modalities(self.config, self.model.family) if kind == "encoder" else ()
+        modalities = compose.loaded_modalities(config, self.model.family) if kind == "encoder" else ()
         host = f"{compose.host_name()}/in-process"
-        scheme = KvScheme(WEFT_KV, self.config.workers.block_size) if kind == "worker" else None
-        place = compose.member_place(self.config, kind)
+        scheme = KvScheme(WEFT_KV, config.workers.block_size) if kind == "worker" else None
+        place = compose.member_place(config, kind)
         record = compose.member(kind, member_id, plane.address, host, modalities, scheme, place)
+        if kind == "worker":
+            record = worker_record(config, record)
         self._members.append(msgspec.structs.replace(record, stage=stage))
         self._planes.append(plane)
         return member_id, plane

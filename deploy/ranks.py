@@ -143,8 +143,11 @@ class SpawnedRank:
 def spawn_rank(config: ClusterConfig, model_dir: Path, invitation: Invitation) -> RankProcess:
     """Starts a rank process in a fresh process, because it is not safe to fork a process that has threads and sockets.
     Raises ConfigError if the config asks for several workers."""
+    message = "one process can hold rank 0 of one worker only"
+    if config.more_workers:
+        raise ConfigError(f"more_workers has a pool, but {message}; serve without --in-process")
     if config.workers.first_replicas > 1:
-        message = "one process can hold rank 0 of one worker only; set it to 1, or serve without --in-process"
+        message += "; set it to 1, or serve without --in-process"
         raise ConfigError(f"workers.replicas is {config.workers.first_replicas}, but {message}")
     keep_ranks_on_loopback()
     process = multiprocessing.get_context("spawn").Process(

@@ -38,10 +38,11 @@ def speech_settings(config: ClusterConfig, model_dir: Path) -> SpeechSettings | 
     if config.stages is None:
         return None
     traits = read_speech_traits(model_dir)
-    if traits.needs_all_rows and config.workers.tensor_parallel > 1:
+    speaking = [each for each in config.by_pool() if each.stages is not None]
+    if traits.needs_all_rows and all(each.workers.tensor_parallel > 1 for each in speaking):
         raise ConfigError(
             f"stages is set, but the talker of {model_dir.name} needs rows that workers of several ranks do not store; "
-            f"workers.tensor_parallel must be 1, not {config.workers.tensor_parallel}"
+            f"{speaking[0].pool_path}.tensor_parallel must be 1, not {speaking[0].workers.tensor_parallel}"
         )
     return SpeechSettings(
         traits.voices,

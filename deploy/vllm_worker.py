@@ -48,17 +48,20 @@ def pipeline_stages(config: ClusterConfig) -> int:
     """Returns the number of vLLM's pipeline stages in each worker. Raises ConfigError if it is no number."""
     num_stages = config.workers.vllm.get("pipeline_parallel_size", 1)
     if not isinstance(num_stages, int) or num_stages < 1:
-        raise ConfigError(f"workers.vllm.pipeline_parallel_size must be 1 or more, and it is {num_stages!r}")
+        key = f"{config.pool_path}.vllm.pipeline_parallel_size"
+        raise ConfigError(f"{key} must be 1 or more, and it is {num_stages!r}")
     return num_stages
 
 
 def check_environment(config: ClusterConfig) -> None:
-    """Raises ConfigError if workers are to run vLLM and their interpreter is not on this machine."""
-    if config.workers.engine == "vllm" and not (python := worker_python(config)).is_file():
-        raise ConfigError(
-            f"workers.engine is vllm, but {python} is not there: `make install-vllm` makes its environment, and "
-            "workers.python names the interpreter of another one"
-        )
+    """Raises ConfigError if workers of a pool are to run vLLM and their interpreter is not on this machine."""
+    for each in config.by_pool():
+        if each.workers.engine == "vllm" and not (python := worker_python(each)).is_file():
+            path = each.pool_path
+            raise ConfigError(
+                f"{path}.engine is vllm, but {python} is not there: `make install-vllm` makes its environment, and "
+                f"{path}.python names the interpreter of another one"
+            )
 
 
 _CHECK = """
@@ -66,7 +69,7 @@ import json, sys
 from fabric.contracts import ConfigError
 from llm_workers.vllm_engine.engine_args import check_options
 try:
-    check_options(json.load(sys.stdin))
+    check_options(*json.load(sys.stdin))
 except ConfigError as error:
     print(error.message, file=sys.stderr)
     sys.exit(3)
@@ -74,16 +77,23 @@ except ConfigError as error:
 _REFUSED = 3
 
 
-def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_S) -> str:
-    """Asks the interpreter of workers with vLLM whether vLLM knows the options in `workers.vllm`, in a process that
-    ends after that. Returns why the options were not checked, or an empty text if they are in order. Raises ConfigError
-    for an option that Weft decides itself or that vLLM does not know, and if the interpreter can't import vLLM."""
+def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_S) -> list[str]:
+    """Asks the interpreter of each pool of workers with vLLM whether vLLM knows the options in its `vllm`, in a process
+    that ends after that. Returns one sentence for each pool whose options were not checked. Raises ConfigError for an
+    option that Weft decides itself or that vLLM does not know, and if the interpreter can't import vLLM."""
+    path_to_reason = {each.pool_path: _check_options_of(each, timeout_s) for each in config.by_pool()}
+    return [f"the options in {path}.vllm are not checked: {why}" for path, why in path_to_reason.items() if why]
+
+
+def _check_options_of(config: ClusterConfig, timeout_s: float) -> str:
+    """Returns why the options of one pool were not checked, or an empty text if they are in order."""
     section = config.workers
     if section.engine != "vllm":
         return ""
-    check_reserved(section.vllm)
+    check_reserved(section.vllm, config.pool_path)
     if pipeline_stages(config) > 1 and section.device == "cpu":
-        raise ConfigError("workers.vllm.pipeline_parallel_size is above 1, and vLLM has pipeline stages on GPUs only")
+        key = f"{config.pool_path}.vllm.pipeline_parallel_size"
+        raise ConfigError(f"{key} is above 1, and vLLM has pipeline stages on GPUs only")
     python = worker_python(config)
     if not python.is_file():
         return f"{python} is not on this machine (`make install-vllm` makes its environment)"
@@ -92,7 +102,7 @@ def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_
     try:
         done = subprocess.run(
             [python, "-P", "-c", _CHECK],
-            input=json.dumps(section.vllm),
+            input=json.dumps([section.vllm, config.pool_path]),
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from deploy.commands.cluster_client import ClusterClient, ClusterOptions
@@ -32,6 +33,7 @@ POLL_S = 0.5
 MAX_SHOWN = 10
 """At most this many requests in flight are listed; `--json` has all."""
 WORKER_COLUMNS = ("WORKER", "STATE", "QUEUE", "RUN", "WAIT", "HELD", "KV", "HITS", "HOST")
+POOL_COLUMNS = ("POOL", "ENGINE")
 ENCODER_COLUMNS = ("ENCODER", "STATE", "QUEUE", "BUSY", "ITEMS", "ARENA", "HITS", "HOST")
 NUMBERS = ("QUEUE", "RUN", "WAIT", "HELD", "KV", "HITS", "BUSY", "ITEMS", "ARENA", "IN FLIGHT", "AGE", "PROMPT")
 
@@ -115,7 +117,7 @@ def show(output: Console, url: str, view: ClusterView, wall_s: float) -> None:
             ((row.member_id, count(row.num_in_flight), row.host) for row in view.routers),
             NUMBERS,
         ),
-        table(WORKER_COLUMNS, map(_worker_cells, view.of_kind("worker")), NUMBERS),
+        _worker_table(view),
         table(ENCODER_COLUMNS, map(_encoder_cells, view.of_kind("encoder")), NUMBERS),
     ]
     running = view.running()
@@ -177,6 +179,15 @@ def _most_first(pair: tuple[str, int]) -> tuple[int, str]:
 
 def state_cell(row: MemberRow) -> Text:
     return shown(row.state, {"busy": "green", "no figures": "yellow"}.get(row.state, "dim"))
+
+
+def _worker_table(view: ClusterView) -> Table:
+    """Returns the table of the workers, which tells pools apart if there are several."""
+    rows = [(_worker_cells(row), row) for row in view.of_kind("worker")]
+    if not view.has_pools:
+        return table(WORKER_COLUMNS, (cells for cells, _ in rows), NUMBERS)
+    columns = (WORKER_COLUMNS[0], *POOL_COLUMNS, *WORKER_COLUMNS[1:])
+    return table(columns, ((cells[0], row.pool, row.engine, *cells[1:]) for cells, row in rows), NUMBERS)
 
 
 def _worker_cells(row: MemberRow) -> tuple[object, ...]:

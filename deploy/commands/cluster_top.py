@@ -220,9 +220,10 @@ class TopView(App[None]):
         view = self._view
         done = {} if self._rates is None else self._rates.member_to_done_per_s
         members = () if view is None else view.members
+        has_pools = view is not None and view.has_pools
         by_member = MEMBER_ORDERS[self._member_order]
         rows = sorted(members, key=lambda row: by_member(row, done.get(row.member_id, 0.0)))
-        self._fill("members", MEMBER_COLUMNS, [(row.member_id, _member_cells(row, done)) for row in rows])
+        self._fill("members", MEMBER_COLUMNS, [(row.member_id, _member_cells(row, done, has_pools)) for row in rows])
         requests = sorted(() if view is None else view.requests, key=REQUEST_ORDERS[self._request_order])
         wall_s = self._wall_clock()
         cells = [(str(each["request_id"]), _request_cells(each, wall_s)) for each in requests]
@@ -308,9 +309,9 @@ def _rate_line(rates: Rates | None) -> str:
     return f"{each}, {first}, ITL {duration(rates.between_tokens_p50_s)} ({rates.seconds:.0f} s)"
 
 
-def _member_cells(row: MemberRow, done: Mapping[str, float]) -> tuple[object, ...]:
+def _member_cells(row: MemberRow, done: Mapping[str, float], has_pools: bool) -> tuple[object, ...]:
     return (
-        row.member_id,
+        f"{row.member_id} {row.pool}" if has_pools and row.pool else row.member_id,
         state_cell(row),
         duration(row.queue_s),
         count(row.num_active),

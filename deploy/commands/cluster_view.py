@@ -121,6 +121,9 @@ class MemberRow(NamedTuple):
     """Counts the generated tokens of a worker, or the encoded items of an encoder."""
     config_flaw: str = ""
     """Says why the member refused the last change of the config; it is empty if it did not."""
+    pool: str = ""
+    engine: str = ""
+    """Names the engine of a worker, as `pool` names its pool; both are empty for an encoder."""
 
     @property
     def state(self) -> str:
@@ -171,6 +174,11 @@ class ClusterView(NamedTuple):
     @property
     def is_ready(self) -> bool:
         return self.readiness.get("status") == "ready"
+
+    @property
+    def has_pools(self) -> bool:
+        """Returns whether the workers are of several pools."""
+        return len({row.pool for row in self.of_kind("worker")}) > 1
 
     def of_kind(self, kind: str) -> list[MemberRow]:
         return [row for row in self.members if row.kind == kind]
@@ -258,8 +266,9 @@ def _member_row(member: Mapping[str, Any], series: Series) -> MemberRow:
     if kind == "worker":
         tokens, each_s = figures.pop("queued_tokens"), figures.pop("s_per_token")
         figures["queue_s"] = None if tokens is None or each_s is None else tokens * each_s
-    flaw = _config_flaw(member)
-    return MemberRow(name, kind, str(member["host"]), int(member["pid"]), **figures, config_flaw=flaw)
+    flaw, host, pid = _config_flaw(member), str(member["host"]), int(member["pid"])
+    pool, engine = str(member.get("pool", "")), str(member.get("engine", ""))
+    return MemberRow(name, kind, host, pid, **figures, config_flaw=flaw, pool=pool, engine=engine)
 
 
 # ------------------------------------------------------------ rates

@@ -35,24 +35,23 @@ def check(arguments: argparse.Namespace) -> int:
         print(f"{arguments.file}: {problem}", file=sys.stderr)
     if config is None:
         return 1
-    encoders, workers = config.encoders, config.workers
+    encoders = config.encoders
     parts = {
         "router": str(config.router.replicas),
         "encoder": _span(encoders.first_replicas, encoders.most_replicas),
-        "worker": _span(workers.first_replicas, workers.most_replicas),
     }
+    for each in config.by_pool():
+        parts[each.pool_deployment] = _span(each.workers.first_replicas, each.workers.most_replicas)
     for stage in () if config.stages is None else config.stages.later:
         parts[stage_name(stage)] = str(stage.replicas)
     print("\n".join(limit_lines(config)))
     held, flaws = check_files(config) if not is_remote else (["files that the config names: not looked at"], [])
-    unchecked = ""
+    unchecked: list[str] = []
     try:
         unchecked = check_options_there(config)
     except ConfigError as error:
         flaws = [*flaws, error.message]
-    if unchecked:
-        print(f"the options in workers.vllm are not checked: {unchecked}")
-    for line in held:
+    for line in [*unchecked, *held]:
         print(line)
     for flaw in flaws:
         print(f"{arguments.file}: {flaw}", file=sys.stderr)

@@ -51,7 +51,7 @@ def serve(arguments: argparse.Namespace) -> int:
         },
         has_speech=arguments.speech,
     )
-    if arguments.in_process and config.workers.engine == "vllm":
+    if arguments.in_process and any(each.engine == "vllm" for each in config.all_workers):
         raise ConfigError("workers with vLLM have an environment of their own, so serve without --in-process")
     if arguments.remove_left:
         from deploy.ray.runtime import remove_left
@@ -110,7 +110,7 @@ async def _serve_in_process(config: ClusterConfig, lifeline: Lifeline) -> None:
 
     print(f"weft: the cluster is starting in one process; {where_logs_are(config.logging)} ...", flush=True)
     progress, board = StartProgress(sys.stdout), StartBoard()
-    wanted = {"worker": config.workers.first_replicas, "encoder": config.encoders.first_replicas}
+    wanted = {"worker": config.first_workers, "encoder": config.encoders.first_replicas}
     wanted |= {"stage": config.num_stage_replicas}
 
     def tell(kind: str, name: str, phase: str, loaded: LoadedBytes = LoadedBytes(), /) -> None:  # noqa: B008

@@ -95,10 +95,13 @@ def live_nodes() -> list[RayNode]:
 
 def asked_resources(config: ClusterConfig) -> list[dict[str, float]]:
     """Returns what one replica of each part asks of its node."""
-    router, workers, encoders = config.router, config.workers, config.encoders
+    router, encoders = config.router, config.encoders
     asked = [
         router.ray_resources | {"CPU": router.cpus_per_replica},
-        workers.ray_resources | {"GPU": workers.gpus_per_replica, "CPU": workers.cpus_per_replica},
+        *(
+            each.ray_resources | {"GPU": each.gpus_per_replica, "CPU": each.cpus_per_replica}
+            for each in config.all_workers
+        ),
     ]
     if encoders.replicas:
         asked.append(encoders.ray_resources | {"GPU": encoders.gpus_per_replica, "CPU": encoders.cpus_per_replica})

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -29,6 +29,7 @@ from fabric.contracts import (
     EncoderLost,
     GenerateRequest,
     GenerateResult,
+    Member,
     MemberId,
     NoCapacity,
     TargetGone,
@@ -44,13 +45,24 @@ copy for all processes of a host. A file is put there once, however many calls c
 
 
 class RayWorkerPool:
-    """Implements `WorkerPool` with the worker deployment's handle."""
+    """Implements `WorkerPool` with the handle of each pool's deployment. A worker's record says to which pool it
+    belongs, so a call goes to a deployment that knows the worker."""
 
-    def __init__(self, handle: DeploymentHandle) -> None:
-        self._generate = handle.generate
+    def __init__(self, pool_to_handle: Mapping[str, DeploymentHandle]) -> None:
+        self._pool_to_generate = {pool: handle.generate for pool, handle in pool_to_handle.items()}
+        self._worker_to_pool: dict[MemberId, str] = {}
+
+    def update_members(self, members: Sequence[Member]) -> None:
+        """Takes all members of the cluster."""
+        self._worker_to_pool = {each.member_id: each.pool for each in members if each.kind == "worker"}
 
     async def generate(self, worker_id: MemberId, request: GenerateRequest) -> GenerateResult:
-        result: GenerateResult = await call_pinned(self._generate, worker_id, WorkerLost, request)
+        pool = self._worker_to_pool.get(worker_id)
+        if pool is None:
+            raise TargetGone(f"the worker {worker_id} has left the cluster")
+        if pool not in self._pool_to_generate:
+            raise WorkerLost(f"the worker {worker_id} belongs to the pool {pool!r}, which this cluster does not have")
+        result: GenerateResult = await call_pinned(self._pool_to_generate[pool], worker_id, WorkerLost, request)
         return result
 
 

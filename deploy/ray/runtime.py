@@ -151,9 +151,8 @@ def run_cluster(
 
 def _wanted(config: ClusterConfig) -> dict[str, int]:
     """Maps kinds of members to the numbers with which the cluster begins."""
-    encoders, workers = config.encoders.first_replicas, config.workers.first_replicas
-    stages = config.num_stage_replicas
-    return {"worker": workers, "encoder": encoders, "stage": stages, "router": config.router.replicas}
+    encoders, stages = config.encoders.first_replicas, config.num_stage_replicas
+    return {"worker": config.first_workers, "encoder": encoders, "stage": stages, "router": config.router.replicas}
 
 
 def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, compose.Model]:
@@ -162,8 +161,8 @@ def _prepare(config: ClusterConfig, is_joined: bool) -> tuple[ClusterConfig, com
     if not is_joined:  # The machines of another Ray may have what this one lacks.
         check_installed()
         check_environment(config)
-        if unchecked := check_options_there(config):
-            logger.warning("the options in workers.vllm are not checked: %s", unchecked)
+        for unchecked in check_options_there(config):
+            logger.warning("%s", unchecked)
     config, model = compose.open_model(config)
     refuse_if_too_small(config, model)
     if not is_joined:

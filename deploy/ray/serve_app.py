@@ -1,5 +1,5 @@
-"""Defines the Serve application: three deployments, each a thin shell around one service, and one for each stage that
-speaks (`stage_replica`).
+"""Defines the Serve application: deployments for routers, encoders and each pool of workers, each a thin shell around
+one service, and one for each stage that speaks (`stage_replica`).
 
 A shell (`EncoderReplica`, `WorkerReplica`, `RouterReplica`) builds the service in the replica's event loop, keeps its
 heartbeat with the directory, and forwards calls, health checks and the stop to the service. Serve calls `reconfigure`
@@ -27,7 +27,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from deploy import compose
-from deploy.config import ClusterConfig, EncoderSection, RouterSection, WorkerSection
+from deploy.config import ClusterConfig, EncoderSection, RouterSection
 from deploy.feature_memory import encoder_memory, worker_memory
 from deploy.http_server import router_server
 from deploy.live_config import LiveConfig, live_values
@@ -47,6 +47,8 @@ from deploy.speech_parts import close_connectors, open_connectors, stage_name
 from deploy.stages_config import StageSection
 from deploy.start_phases import LOADING, MEASURING, LoadingTeller
 from deploy.vllm_worker import open_vllm_sink, pipeline_stages, process_variables, worker_python
+from deploy.worker_pools import waiting_share, worker_record
+from deploy.workers_config import WorkerSection
 from fabric.contracts import (
     EncodeRequest,
     EncodeResult,
@@ -75,21 +77,31 @@ DRAIN_LOOK_S = 0.5
 
 
 def build_app(config: ClusterConfig, has_server: bool = True) -> Application:
-    """Returns the application graph: router -> workers, encoders. Without a server, no process owns the directory of
-    the cluster, so the replicas create it."""
-    workers = _deployment(WorkerReplica, "worker", config, config.workers)
-    if config.workers.tensor_parallel > 1 and config.workers.engine == "weft":
-        workers = workers.options(placement_group_bundles=rank_bundles(config), placement_group_strategy="PACK")
+    """Returns the application graph: router -> pools of workers, encoders. Without a server, no process owns the
+    directory of the cluster, so the replicas create it."""
+    bound_workers = {
+        each.pool: _worker_deployment(config, each).bind(config, each.pool, has_server) for each in config.by_pool()
+    }
     encoders = _deployment(EncoderReplica, "encoder", config, config.encoders)
     router = _deployment(RouterReplica, "router", config, config.router)
     bound_encoders = encoders.bind(config, has_server) if config.encoders.replicas else None
-    bound_workers = workers.bind(config, has_server)
     stages = {} if config.stages is None else {each.stage_id: each for each in config.stages.later}
     bound_stages = {
         stage_id: _stage_deployment(config, stage).bind(config, stage_id, has_server)
         for stage_id, stage in stages.items()
     }
     return router.bind(config, has_server, bound_workers, bound_encoders, bound_stages)
+
+
+def _worker_deployment(config: ClusterConfig, own: ClusterConfig) -> Any:
+    """Returns the deployment of a pool of workers; `own` is the config as the pool sees it."""
+    workers = _deployment(WorkerReplica, own.pool_deployment, config, own.workers)
+    if own.workers.engine == "vllm":
+        one_rank = _reserved(config, own.workers)
+        return workers.options(ray_actor_options=one_rank | vllm_reservation(own, one_rank))
+    if own.workers.tensor_parallel > 1:
+        return workers.options(placement_group_bundles=rank_bundles(own), placement_group_strategy="PACK")
+    return workers
 
 
 def _stage_deployment(config: ClusterConfig, stage: StageSection) -> Any:
@@ -103,18 +115,21 @@ def _deployment(
     rules = None if isinstance(section, RouterSection) else section.autoscaling.rules
     size: dict[str, Any] = {"num_replicas": max(section.replicas, 1)}
     if rules is not None:
-        size = {"autoscaling_config": serve_autoscaling(rules, name, config.ray.cluster_name)}
+        share = waiting_share(config, section) if isinstance(section, WorkerSection) else 1.0
+        size = {"autoscaling_config": serve_autoscaling(rules, name, config.ray.cluster_name, share)}
     # An encoder first finishes its calls, and then waits until workers have read what it holds for them.
     num_drains = 2 if isinstance(section, EncoderSection) else 1
-    options = {
+    return _served(replica, name, config, size, _reserved(config, section), num_drains)
+
+
+def _reserved(config: ClusterConfig, section: RouterSection | EncoderSection | WorkerSection) -> dict[str, Any]:
+    """Returns what Ray reserves for a replica, or for one rank of it, and the environment in which it runs."""
+    return {
         "num_cpus": section.cpus_per_replica,
         "num_gpus": 0 if isinstance(section, RouterSection) else section.gpus_per_replica,
         "resources": dict(section.ray_resources),
         "runtime_env": actor_environment(config),
     }
-    if isinstance(section, WorkerSection) and section.engine == "vllm":
-        options |= vllm_reservation(config, options)
-    return _served(replica, name, config, size, options, num_drains)
 
 
 def vllm_reservation(config: ClusterConfig, one_rank: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,11 +250,11 @@ class EncoderReplica:
 
 
 class WorkerReplica:
-    """Runs one LLM worker: a process on a device, or with `tensor_parallel` rank 0 of several ranks. Rank 0 starts the
-    others itself."""
+    """Runs one LLM worker of a pool: a process on a device, or with `tensor_parallel` rank 0 of several ranks. Rank 0
+    starts the others itself."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: ClusterConfig, has_server: bool
+        self, config: ClusterConfig, pool: str, has_server: bool
     ) -> None:
         from fabric.transport import ZmqPlane
 
@@ -248,6 +263,7 @@ class WorkerReplica:
         await enter_cluster(config, has_server)
         self._has_server = has_server
         self._live = LiveConfig(config)
+        config = config.of_pool(pool)
         node = this_node(config)
         compose.prepare_process(config)
         model = compose.load_model(config, await asyncio.to_thread(compose.resolve_model_dir, config))
@@ -263,6 +279,7 @@ class WorkerReplica:
         self._service = self._worker.service
         scheme, place = self._service.kv_scheme, await find_member_place(config, "worker")
         record = compose.member("worker", member_id, self._plane.address, node.address, kv_scheme=scheme, place=place)
+        record = worker_record(config, record)
         tell("worker", str(member_id), MEASURING)
         await self._service.start()
         self._worker.end_when_lost(asyncio.get_running_loop())
@@ -318,7 +335,7 @@ class RouterReplica:
         self,
         config: ClusterConfig,
         has_server: bool,
-        workers: DeploymentHandle,
+        workers: dict[str, DeploymentHandle],
         encoders: DeploymentHandle | None,
         stages: dict[int, DeploymentHandle],
     ) -> None:
@@ -339,7 +356,8 @@ class RouterReplica:
         keys = await plane_keys(config.ray.cluster_name)
         self._plane = ZmqPlane(keys, self._node.address, compose.port_range(config))
         encoder_pool = RayEncoderPool(encoders) if encoders else NoEncoders()
-        pools = Pools(RayWorkerPool(workers), encoder_pool, RayStagePool(stages) if stages else None)
+        self._worker_pool = RayWorkerPool(workers)
+        pools = Pools(self._worker_pool, encoder_pool, RayStagePool(stages) if stages else None)
         self._service = compose.build_router(config, model, member_id, self._plane, pools)
         record = compose.member("router", member_id, self._plane.address, self._node.address)
         await self._service.start()
@@ -366,6 +384,7 @@ class RouterReplica:
         change_levels(before, config)
 
     def _take_members(self, members: Sequence[Member]) -> None:
+        self._worker_pool.update_members(members)
         self._service.update_members(members)
         self._metrics.update_members(members)
 
@@ -378,7 +397,8 @@ class RouterReplica:
 
         self._stop_following = replica_news.subscribe(tell)
         self._watch: asyncio.Task[None] | None = None
-        if config.encoders.autoscaling.rules or config.workers.autoscaling.rules:
+        rules = [config.encoders.autoscaling.rules, *(each.autoscaling.rules for each in config.all_workers)]
+        if any(rules):
             service = self._service
             watch = watch_scaling(config.ray.cluster_name, replica_id(), service.waiting_work, service.take_scaling)
             self._watch = asyncio.create_task(watch, name="weft-scaling")

@@ -38,12 +38,14 @@ SENDS_PER_INTERVAL = 2.0
 """A replica sends its load this often in an interval."""
 
 
-def serve_autoscaling(rules: ScalingRules, pool: str, cluster: str) -> AutoscalingConfig:
-    """Returns the config with which Serve scales a pool by `rules`."""
+def serve_autoscaling(rules: ScalingRules, pool: str, cluster: str, share: float = 1.0) -> AutoscalingConfig:
+    """Returns the config with which Serve scales a pool by `rules`. The pool counts `share` of the work that waits at
+    the routers as its own."""
     send_s = rules.interval_s / SENDS_PER_INTERVAL
     kwargs = {
         "pool": pool,
         "cluster": cluster,
+        "share": share,
         "rules": {name: getattr(rules, name) for name in ScalingRules.__dataclass_fields__},
     }
     with warnings.catch_warnings():
@@ -68,8 +70,8 @@ def load_stats(load: ReplicaLoad) -> dict[str, float]:
 class PoolPolicy:
     """A `PoolPolicy` is Serve's autoscaling policy for one pool. It lives in Serve's controller."""
 
-    def __init__(self, pool: str, cluster: str, rules: dict[str, Any]) -> None:
-        self._pool, self._cluster = pool, cluster
+    def __init__(self, pool: str, cluster: str, rules: dict[str, Any], share: float = 1.0) -> None:
+        self._pool, self._cluster, self._share = pool, cluster, share
         self._scaler = PoolScaler(ScalingRules(**rules))
         self._reasons: Counter[str] = Counter()
         self._directory: Any = None
@@ -90,7 +92,7 @@ class PoolPolicy:
             now_s,
             target,
             {name: loads[name] if name in heard else None for name in running},
-            waiting_load(self._pool, self._waiting),
+            waiting_load(self._pool, self._waiting.times(self._share)),
         )
         self._reasons[decision.reason] += 1
         if decision.num_replicas != target:

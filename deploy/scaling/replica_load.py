@@ -51,7 +51,7 @@ class ReplicaLoad(NamedTuple):
 def waiting_load(pool: str, work: WaitingWork) -> ReplicaLoad:
     """Returns what the requests that wait at the routers are to a pool, as the load of a replica. Their prompts wait
     for the workers. Their media have arrived, but wait for no encoder: an encoder could begin at once."""
-    if pool == "worker":
+    if pool != "encoder":
         return ReplicaLoad(work.worker_s, work.worker_s, memory_use=work.kv_share)
     return ReplicaLoad(arrived_s=work.encoder_s)
 

@@ -108,17 +108,12 @@ def plan_budget(
     processes = [_encoder(config, family, weights, largest)] if modalities else []
     if config.stages is not None:
         processes += _stages(config, model.directory, family, weights)
-    section = config.workers
-    if section.engine == "vllm" and section.device == "cuda":
-        worker, problems = _vllm_worker(config, family, weights, processes, device_bytes)
-        settings = None
-    else:
-        settings = _settled(config, family, weights, device_bytes)
-        worker, problems = _worker(config, family, weights, largest, settings), []
-    # Without a number of KV blocks, as many count as can be used: then no request is refused for them.
-    assumed = settings or replace(compose.worker_config(config), num_blocks=_most_blocks(config, family))
-    problems += shortfalls(shape, assumed, inbox_bytes(config), dtype, largest)
-    processes.insert(1 if modalities else 0, worker)
+    pools = [_pool(each, family, weights, largest, processes, device_bytes) for each in config.by_pool()]
+    problems = [problem for pool in pools for problem in pool.problems]
+    if all(pool.too_small for pool in pools):  # Else the routers leave large requests to a pool that holds them.
+        problems += [reason for pool in pools for reason in pool.too_small]
+    first = 1 if modalities else 0
+    processes[first:first] = [pool.budget for pool in pools]
     if modalities:
         for item in largest:
             largest_arena = max(arena_bytes(config), spill_bytes(config))
@@ -158,7 +153,34 @@ def check_budget(config: ClusterConfig, device_bytes: int | None = None) -> tupl
 
 # ------------------------------------------------------------ processes
 
-# ---------------------------------------------------------------- processes
+
+class _PoolBudget(NamedTuple):
+    """Holds the budget of a worker of one pool, why it would not start, and why it could never hold some request."""
+
+    budget: ProcessBudget
+    problems: list[str]
+    too_small: list[str]
+
+
+def _pool(
+    config: ClusterConfig,
+    family: Family,
+    weights: StoredWeights | None,
+    largest: Sequence[LargestItem],
+    others: Sequence[ProcessBudget],
+    device_bytes: int | None,
+) -> _PoolBudget:
+    """Returns the budget of the pool that the config describes. `others` are the budgets of what is no worker."""
+    settings, problems = None, list[str]()
+    if config.workers.engine == "vllm" and config.workers.device == "cuda":
+        worker, problems = _vllm_worker(config, family, weights, others, device_bytes)
+    else:
+        settings = _settled(config, family, weights, device_bytes)
+        worker = _worker(config, family, weights, largest, settings)
+    # Without a number of KV blocks, as many count as can be used: then no request is refused for them.
+    assumed = settings or replace(compose.worker_config(config), num_blocks=_most_blocks(config, family))
+    inbox, path = inbox_bytes(config), config.pool_path
+    return _PoolBudget(worker, problems, shortfalls(family.shape, assumed, inbox, config.model.dtype, largest, path))
 
 
 def _worker(
@@ -178,7 +200,7 @@ def _worker(
     if section.are_blocks_fitted():
         note = f"about {note}: what the GPU has left" if settings else "as many blocks as the GPU has room for"
     return ProcessBudget(
-        "worker",
+        config.pool_deployment,
         section.most_replicas,
         (
             _weights_row(weights and weights.num_language, dtype, place, section.tensor_parallel, _whole(family)),
@@ -240,7 +262,7 @@ def _vllm_worker(
     """Returns the budget of a worker with vLLM on GPUs, and why vLLM would not start. vLLM takes a share of its GPU
     (`gpu_memory_utilization`); its KV blocks get what the weights and a step leave of that."""
     section, dtype, shape = config.workers, config.model.dtype, family.shape
-    num_parameters, held_bytes = 0, None
+    path, num_parameters, held_bytes = config.pool_path, 0, None
     if weights is not None:
         parts = [(weights.num_language, weights.packed_language)]
         if shape.num_levels > 1:  # With DeepStack, vLLM loads the encoders too, although it never runs them.
@@ -271,8 +293,8 @@ def _vllm_worker(
         longest = min(int(section.vllm.get("max_model_len") or shape.max_model_len), shape.max_model_len)
         if num_tokens < longest:
             problems.append(
-                f"workers: vLLM has room for {num_tokens} tokens in its KV blocks, and does not start with fewer than "
-                f"the {longest} of the longest request; set workers.vllm.max_model_len, spread each worker over more "
+                f"{path}: vLLM has room for {num_tokens} tokens in its KV blocks, and does not start with fewer than "
+                f"the {longest} of the longest request; set {path}.vllm.max_model_len, spread each worker over more "
                 "GPUs (tensor_parallel), or use larger ones"
             )
     rows = (
@@ -281,7 +303,7 @@ def _vllm_worker(
         Row("workspace", workspace, "cuda", f"estimate, steps of {section.max_step_tokens} tokens"),
         *_host_rows(config, family, ()),
     )
-    return ProcessBudget("worker", section.most_replicas, rows), problems
+    return ProcessBudget(config.pool_deployment, section.most_replicas, rows), problems
 
 
 def worker_utilization(config: ClusterConfig, model: compose.Model, device_bytes: int | None) -> float | None:
@@ -295,7 +317,7 @@ def worker_utilization(config: ClusterConfig, model: compose.Model, device_bytes
     if device_bytes is None:
         raise ConfigError(
             "workers with vLLM share a GPU, but nvidia-smi does not say how large it is; set "
-            "workers.vllm.gpu_memory_utilization"
+            f"{config.pool_path}.vllm.gpu_memory_utilization"
         )
     modalities = compose.loaded_modalities(config, model.family)
     largest = largest_items(model.family, modalities, compose.media_limits(config), compose.video_options(config))
@@ -309,15 +331,15 @@ def vllm_utilization(config: ClusterConfig, others: Sequence[ProcessBudget], dev
     stated = config.workers.vllm.get("gpu_memory_utilization")
     if stated is not None:
         return float(stated)
-    needs = gpu_needs(config)
-    if needs["worker"].gpus_each >= 1:
+    needs, worker = gpu_needs(config), config.pool_deployment
+    if needs[worker].gpus_each >= 1:
         return VLLM_UTILIZATION
     if device_bytes is None:
         return None
-    (shared,) = (each for each in shared_kinds(needs) if "worker" in each)
+    (shared,) = (each for each in shared_kinds(needs) if worker in each)
     kind_to_bytes = {each.kind: _device_bytes(each) for each in others}
-    taken = sum(count * kind_to_bytes.get(kind, 0) for kind, count in shared.items() if kind != "worker")
-    return shared_utilization(device_bytes, taken, shared["worker"])
+    taken = sum(count * kind_to_bytes.get(kind, 0) for kind, count in shared.items() if kind != worker)
+    return shared_utilization(device_bytes, taken, shared[worker])
 
 
 def _device_bytes(process: ProcessBudget) -> int:
@@ -502,11 +524,11 @@ def _default_arena_bytes(config: ClusterConfig) -> int:
 
 
 def inbox_bytes(config: ClusterConfig) -> int:
-    """Returns the size of each worker's inbox, its arena for features."""
+    """Returns the size of the inbox, its arena for features, of each worker of the pool that the config describes."""
     section = config.workers
     if config.is_inbox_on_device:
         return section.inbox_bytes or DEVICE_STAGING_BYTES
-    return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, section.most_replicas)
+    return section.inbox_bytes or _share(STAGING_BYTES, STAGING_SHARE, config.most_workers)
 
 
 def staging_bytes(config: ClusterConfig) -> int:
@@ -530,8 +552,6 @@ def _share(budget_bytes: int, share: int, replicas: int) -> int:
 
 
 # ------------------------------------------------------------ the table
-
-# ---------------------------------------------------------------- the table
 
 
 def budget_lines(budget: Budget) -> list[str]:

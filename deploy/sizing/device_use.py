@@ -49,11 +49,11 @@ class DeviceUse(NamedTuple):
 
 def gpu_needs(config: ClusterConfig) -> dict[str, GpuNeed]:
     """Maps each kind of process that computes on GPUs to what it needs. A rank of a worker counts as a process."""
-    encoders, workers = config.encoders, config.workers
-    found = {
-        "encoder": (encoders.device, encoders.most_replicas, encoders.gpus_per_replica),
-        "worker": (workers.device, workers.most_replicas * workers.tensor_parallel, workers.gpus_per_replica),
-    }
+    encoders = config.encoders
+    found = {"encoder": (encoders.device, encoders.most_replicas, encoders.gpus_per_replica)}
+    for each in config.by_pool():
+        workers, num_ranks = each.workers, each.workers.most_replicas * each.workers.tensor_parallel
+        found[each.pool_deployment] = (workers.device, num_ranks, workers.gpus_per_replica)
     for stage in () if config.stages is None else config.stages.later:
         found[stage_name(stage)] = (stage.devices, stage.replicas, stage.gpus_per_replica)
     return {

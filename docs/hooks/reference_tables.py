@@ -174,6 +174,11 @@ def config_keys(section: type[BaseModel] = cluster_config.ClusterConfig, prefix:
             # A section that may be absent has the same keys.
             yield from config_keys(inner, f"{prefix}{key}.")
             continue
+        like = [other for other, each in section.model_fields.items() if each.annotation is inner]
+        if like and get_origin(annotation) is dict:
+            kind = f"mapping of names to sections like `{like[0]}`"
+            yield ConfigKey(f"{prefix}{key}", kind, "none", "", meanings.get(name, ""))
+            continue
         if inner is not None and get_origin(annotation) is dict:
             # The author of a file chooses the names in such a mapping.
             yield from config_keys(inner, f"{prefix}{key}.NAME.")

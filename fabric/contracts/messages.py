@@ -57,6 +57,10 @@ class MemberStage(Wire, frozen=True):
     """Counts the requests that the stage computes in one batch."""
 
 
+EMBEDDINGS, SPEECH = "embeddings", "speech"
+"""Name what some workers can do for a request and others can't (`Member.lacks`)."""
+
+
 class Member(Wire, frozen=True):
     """A `Member` is one process of the cluster, as the directory knows it."""
 
@@ -94,6 +98,15 @@ class Member(Wire, frozen=True):
     member refused none."""
     stage: MemberStage | None = None
     """Is set for members of the kind `stage`."""
+    pool: str = ""
+    """Names the pool of a worker; it is empty for other members."""
+    engine: str = ""
+    """Names the engine with which a worker computes, `weft` or `vllm`; it is empty for other members."""
+    lacks: tuple[str, ...] = ()
+    """Lists what a worker can't do for a request, of `EMBEDDINGS` and `SPEECH`."""
+    max_context_tokens: int = 0
+    """Limits the tokens of a sequence on a worker where workers of another pool take longer ones; 0 means that none
+    do."""
 
 
 # ---------------------------------------------------------------- message plane

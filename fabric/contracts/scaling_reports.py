@@ -29,12 +29,16 @@ class WaitingWork(Wire, frozen=True):
             self.worker_s + other.worker_s, self.kv_share + other.kv_share, self.encoder_s + other.encoder_s
         )
 
+    def times(self, share: float) -> WaitingWork:
+        """Returns a share of it."""
+        return WaitingWork(self.worker_s * share, self.kv_share * share, self.encoder_s * share)
+
 
 class ScalingReport(Wire, frozen=True):
     """A `ScalingReport` holds the newest decision about a pool, and what it was made from."""
 
     pool: str
-    """Names the pool: `encoder` or `worker`."""
+    """Names the pool: `encoder`, `worker`, or `worker-NAME` for a further pool of workers."""
     reason: str
     """Names what decided, for example `queue` or `silence`."""
     told: str

@@ -39,22 +39,27 @@ class LargestItem(NamedTuple):
 
 
 def shortfalls(
-    shape: ModelShape, config: WorkerConfig, inbox_bytes: int, dtype: str, largest: Sequence[LargestItem]
+    shape: ModelShape,
+    config: WorkerConfig,
+    inbox_bytes: int,
+    dtype: str,
+    largest: Sequence[LargestItem],
+    path: str = "workers",
 ) -> list[str]:
-    """Returns the reasons why a request with one of these media could never be served, one sentence each; the list is
-    empty when all can be served. No request asks for a medium that is longer than the model's context, so no room
-    beyond the context is demanded."""
+    """Returns the reasons why a request with one of these media could never be served, one sentence each, which name
+    the section `path` of the config; the list is empty when all can be served. No request asks for a medium that is
+    longer than the model's context, so no room beyond the context is demanded."""
     found = []
     capacity = config.num_blocks * config.block_size
     for item in largest:
         needed_tokens = min(item.num_tokens + MIN_TEXT_TOKENS, shape.max_model_len - 1)
         if needed_tokens > capacity:
             found.append(
-                f"workers: num_blocks x block_size is {capacity} tokens, but the largest {item.modality} takes "
+                f"{path}: num_blocks x block_size is {capacity} tokens, but the largest {item.modality} takes "
                 f"{item.num_tokens} tokens, and {needed_tokens} with its text; num_blocks must be at least "
                 f"{-(-needed_tokens // config.block_size)}"
             )
-        found += arena_shortfall("workers: inbox_bytes", shape, inbox_bytes, dtype, item)
+        found += arena_shortfall(f"{path}: inbox_bytes", shape, inbox_bytes, dtype, item)
     return found
 
 

@@ -72,21 +72,22 @@ class VllmSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-def check_reserved(options: Mapping[str, Any]) -> None:
-    """Raises ConfigError for an option that Weft decides itself. It needs no vLLM."""
+def check_reserved(options: Mapping[str, Any], path: str = "workers") -> None:
+    """Raises ConfigError for an option that Weft decides itself. `path` names the section of the config that has the
+    options. It needs no vLLM."""
     for key in options:
         if key in RESERVED_TO_REASON:
-            raise ConfigError(f"workers.vllm.{key} can't be set, because {RESERVED_TO_REASON[key]}")
+            raise ConfigError(f"{path}.vllm.{key} can't be set, because {RESERVED_TO_REASON[key]}")
 
 
-def check_options(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any], path: str = "workers") -> None:
     """Raises ConfigError for an option that Weft decides itself or that vLLM does not know."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    check_reserved(options)
+    check_reserved(options, path)
     known = {each.name for each in fields(AsyncEngineArgs)}
     if unknown := sorted(set(options) - known):
-        raise ConfigError(f"workers.vllm has keys that vLLM does not know: {', '.join(unknown)}")
+        raise ConfigError(f"{path}.vllm has keys that vLLM does not know: {', '.join(unknown)}")
 
 
 def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path) -> Any:

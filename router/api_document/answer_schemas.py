@@ -231,6 +231,12 @@ def _verbose_transcript() -> Schema:
     return closed(fields | {"usage": usage}, about="The answer in the format `verbose_json`.")
 
 
+_POOL = {
+    "pool": about("Names the pool of a worker.", TEXT),
+    "engine": about("Names the engine with which a worker computes, `weft` or `vllm`.", TEXT),
+}
+
+
 def _picture(member: dict[str, Schema]) -> Schema:
     standing = {
         "member_id": TEXT,
@@ -251,7 +257,7 @@ def _picture(member: dict[str, Schema]) -> Schema:
             "num_waiting": COUNT,
             "routers": array(closed(member)),
             "encoders": array(closed(standing | dict.fromkeys(ENCODER_NUMBERS, number))),
-            "workers": array(closed(standing | dict.fromkeys(WORKER_NUMBERS, number))),
+            "workers": array(closed(standing | _POOL | dict.fromkeys(WORKER_NUMBERS, number))),
             "links": array(closed(link)),
         }
     )
@@ -276,7 +282,9 @@ def _cluster() -> dict[str, Schema]:
         "ModelList": closed({"object": const("list"), "data": array(ref("Model"))}),
         "Liveness": closed({"status": one_of_values("ok", "dead")}, {"message": TEXT}),
         "Readiness": closed(ready, {"stages_without_replica": array(COUNT)}),
-        "Members": closed({"version": TEXT, "members": array(closed(member, stage)), "routers": array(closed(member))}),
+        "Members": closed(
+            {"version": TEXT, "members": array(closed(member, stage | _POOL)), "routers": array(closed(member))}
+        ),
         "ClusterPicture": _picture(member),
         "PrometheusTargets": array(target),
         "RequestList": closed({"requests": array(summary), "routers_without_answer": array(TEXT)}),

@@ -41,7 +41,7 @@ def picture_of(parts: PictureParts) -> Shown:
             if each.kind == "encoder"
         ],
         "workers": [
-            _head(each, parts) | numbers_of(parts.worker_to_report.get(each.member_id), WORKER_NUMBERS)
+            _head(each, parts) | _pool_of(each) | numbers_of(parts.worker_to_report.get(each.member_id), WORKER_NUMBERS)
             for each in members
             if each.kind == "worker"
         ],
@@ -59,6 +59,7 @@ def listed_members(members: Iterable[Member]) -> list[Shown]:
     return [
         {field: getattr(each, field) for field in fields}
         | ({} if each.stage is None else {"stage": each.stage.model_stage})
+        | _pool_of(each)
         for each in named
     ]
 
@@ -89,6 +90,11 @@ def _head(member: Member, parts: PictureParts) -> Shown:
         "report_age_s": None if standing is None else standing.report_age_s,
         "num_open": 0 if standing is None else standing.num_open,
     }
+
+
+def _pool_of(member: Member) -> Shown:
+    """Returns to which pool a worker belongs and what it computes with; nothing for other members."""
+    return {"pool": member.pool, "engine": member.engine} if member.kind == "worker" else {}
 
 
 def numbers_of(report: R | None, name_to_number: Mapping[str, Callable[[R], float]]) -> Shown:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -95,6 +95,8 @@ class RouterContext:
     tasks: Tasks = field(default_factory=Tasks)
     members: dict[MemberId, Member] = field(default_factory=dict)
     """Holds the workers, encoders and stages that are there."""
+    limited_workers: list[Member] = field(default_factory=list)
+    """Holds the workers that can't take every request, by what their records say."""
     own_record: list[Member] = field(default_factory=list)
     """Holds this router's own record, once the directory has it."""
 
@@ -110,6 +112,15 @@ class RouterContext:
     def of_kind(self, kind: str) -> list[Member]:
         return [member for member in self.members.values() if member.kind == kind]
 
+    def unable(self, needed: Collection[str], num_tokens: int) -> frozenset[MemberId]:
+        """Returns the workers that can't take a request which needs these abilities (`Member.lacks`) and has so many
+        tokens of prompt and answer already: a worker computes at least one token more."""
+        return frozenset(
+            each.member_id
+            for each in self.limited_workers
+            if any(ability in each.lacks for ability in needed) or 0 < each.max_context_tokens <= num_tokens
+        )
+
     def set_members(self, members: Sequence[Member]) -> list[Member]:
         """Replaces the membership by all of `members` that are no routers, and returns those that left. A member
         that restarted under its id has left too."""
@@ -117,6 +128,7 @@ class RouterContext:
         self.members.clear()
         self.members.update({each.member_id: each for each in members if each.kind != "router"})
         new = self.members
+        self.limited_workers[:] = [each for each in new.values() if each.lacks or each.max_context_tokens]
         self.own_record[:] = [each for each in members if each.member_id == self.member_id]
         return [each for each in old if each.member_id not in new or new[each.member_id].epoch != each.epoch]
 

@@ -8,9 +8,18 @@ the preview of a plan, and nothing of results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from fabric.contracts import ContextLengthExceeded, InvalidMedia, MemberId, NoCapacity, Overloaded
+from fabric.contracts import (
+    EMBEDDINGS,
+    SPEECH,
+    ContextLengthExceeded,
+    InvalidMedia,
+    MemberId,
+    NoCapacity,
+    Overloaded,
+)
 from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
 from router.observe import RequestTrace
 from router.planning import BATCH_HEADROOM, CapacityNeed, KvRoom, RoomNeed, RoutePlan, Waiter
@@ -47,6 +56,7 @@ class Turn:
         self._trace = trace
         self._wait: Wait | None = None
         self._too_small: frozenset[MemberId] = frozenset()
+        self._unable: frozenset[MemberId] = frozenset()
 
     @property
     def left_to_wait_s(self) -> float:
@@ -60,9 +70,9 @@ class Turn:
 
     @property
     def kept_out(self) -> frozenset[MemberId]:
-        """Returns the workers that no plan of the request may use: those that are too small for it, and those that
-        other requests have reserved."""
-        return self._too_small | self._gate.reserved_from(self._wait)
+        """Returns the workers that no plan of the request may use: those that are too small for it, those that can't do
+        what it asks for, and those that other requests have reserved."""
+        return self._too_small | self._unable | self._gate.reserved_from(self._wait)
 
     async def take(self, prompt: Prompt, num_generated: int, preview: Preview) -> None:
         """Waits for the request's turn, if requests are ahead of it or no worker has room for it. Raises
@@ -117,7 +127,8 @@ class Turn:
         """Returns whether workers have room for the prompt. Raises the error of a request for which none ever has."""
         now = self._context.clock.now()
         need = self._room_need(prompt, num_generated, self.terms.standing(prompt.priority).is_spare(now))
-        room = self._context.cluster.room(need, self._setbacks.excluded(now), now)
+        self._unable = self._find_unable(prompt, num_generated)
+        room = self._context.cluster.room(need, self._setbacks.excluded(now) | self._unable, now)
         self._too_small = room.too_small
         if room.verdict != "never":
             return room
@@ -131,6 +142,12 @@ class Turn:
             f"worker has {room.max_unit_bytes}; send a smaller medium",
             param=part,
         )
+
+    def _find_unable(self, prompt: Prompt, num_generated: int) -> frozenset[MemberId]:
+        """Returns the workers that can't do what the request asks for."""
+        asked = {EMBEDDINGS: bool(prompt.prompt_outputs.pooling), SPEECH: prompt.speech is not None}
+        needed = [ability for ability, is_asked in asked.items() if is_asked]
+        return self._context.unable(needed, len(prompt.token_ids) + num_generated)
 
     def _room_need(self, prompt: Prompt, num_generated: int, is_spare: bool) -> RoomNeed:
         return RoomNeed(
@@ -156,7 +173,8 @@ class Turn:
         late."""
         now = self._context.clock.now()
         modalities = frozenset(item.modality for item in prompt.media)
-        need = CapacityNeed(modalities, self._setbacks.exclusions(now))
+        unable = frozenset((each, math.inf) for each in self._find_unable(prompt, num_generated))
+        need = CapacityNeed(modalities, self._setbacks.exclusions(now) | unable)
         deadline_s = now + self.left_to_wait_s
         if self.first_token_by_s is not None:
             deadline_s = min(deadline_s, self.first_token_by_s)

@@ -33,8 +33,8 @@ lists its values; it is made from `values.schema.json` and `values.yaml` by `tes
 helm install weft helm/weft -f my-values.yaml
 ```
 
-`ci/` has complete examples: a laptop without a GPU, one machine with eight GPUs, several machines with InfiniBand, and
-slices of GPUs (MIG).
+`ci/` has complete examples: a laptop without a GPU, one machine with eight GPUs, several machines with InfiniBand,
+slices of GPUs (MIG), and two pools of workers with an engine each.
 
 ## Values
 

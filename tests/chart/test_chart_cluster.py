@@ -63,7 +63,8 @@ def test_ray_takes_the_serve_config(values: Path) -> None:
     assert application.name == "weft"
     assert application.route_prefix is None
     assert schema.proxy_location == "Disabled"
-    assert {each.name for each in application.deployments} == set(DEPLOYMENTS)
+    pools = {f"worker-{name}" for name in yaml.safe_load(values.read_text())["config"].get("more_workers", {})}
+    assert {each.name for each in application.deployments} == set(DEPLOYMENTS) | pools
 
 
 @every_values
@@ -75,7 +76,10 @@ def test_weft_takes_the_config_that_the_values_hold(values: Path) -> None:
         if section == "tenants":
             assert config.tenants == expected.tenants
             continue
-        for key in keys:
+        for pool in keys if section == "more_workers" else ():
+            own, wanted = config.more_workers[pool], expected.more_workers[pool]
+            assert own.model_copy(update={"ray_resources": {}, "replicas": wanted.replicas}) == wanted
+        for key in keys if section != "more_workers" else ():
             assert getattr(getattr(config, section), key) == getattr(getattr(expected, section), key), key
 
 
@@ -95,6 +99,9 @@ def test_what_may_change_without_a_restart_is_no_argument(values: Path) -> None:
     for section, keys in SECTION_TO_LIVE_KEYS.items():
         assert not set(keys) & set(fixed.get(section, {})), section
         assert set(live.get(section, {})) <= set(keys), section
+    for name, pool in fixed.get("more_workers", {}).items():
+        assert "replicas" not in pool, name
+        assert live["more_workers"][name].keys() == {"replicas"}
     assert "tenants" not in fixed
 
 
@@ -116,6 +123,7 @@ def test_limits_and_sizes_change_nothing_but_the_user_config() -> None:
         "workers": {"replicas": 6},
     }
     assert arguments(changed) == before
+    assert arguments({"more_workers": {"b": {"replicas": 2}}}) == arguments({"more_workers": {"b": {"replicas": 5}}})
     assert arguments({"workers": {"num_blocks": 123}})[0] != before[0]
 
 
@@ -136,9 +144,11 @@ def test_every_replica_finds_a_pod_with_what_it_asks_for(values: Path) -> None:
     config, found = submitted(manifests), groups(manifests)
     (application,) = serve_config(manifests)["applications"]
     name_to_replicas = {each["name"]: each.get("num_replicas") for each in application["deployments"]}
-    sections = {"router": config.router, "encoder": config.encoders, "worker": config.workers}
+    sections = {"router": config.router, "encoder": config.encoders}
+    sections |= {each.pool_deployment: each.workers for each in config.by_pool()}
+    assert set(found) == set(sections)
     for name, section in sections.items():
-        ranks = config.workers.tensor_parallel if name == "worker" else 1
+        ranks = getattr(section, "tensor_parallel", 1)
         gpus = getattr(section, "gpus_per_replica", 0)
         asked = dict(section.ray_resources)
         assert asked == {f"weft_{name}": 1}
@@ -164,7 +174,7 @@ def test_every_replica_finds_a_pod_with_what_it_asks_for(values: Path) -> None:
 def test_pods_ask_kubernetes_for_the_gpus_that_ray_counts(values: Path) -> None:
     manifests = render(values)
     data = yaml.safe_load(values.read_text())
-    for name in ("encoder", "worker"):
+    for name in groups(manifests).keys() - {"router"}:
         group = groups(manifests)[name]
         limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
         resource = data.get(name, {}).get("gpuResource", "nvidia.com/gpu")
@@ -310,3 +320,21 @@ def test_keys_and_certificates_are_mounted_where_the_config_reads_them() -> None
             assert (str(path.parent) in mounts) is (name == "router"), "only routers read them"
     assert config.access.keys_file is not None
     assert config.access.keys_file.name == "the-keys"
+
+
+def test_pods_of_a_further_pool_are_as_its_values_say_and_else_like_the_first() -> None:
+    found = groups(render(NAME_TO_VALUES["two-engines"]))
+    first, small = (found[name]["template"]["spec"] for name in ("worker", "worker-small"))
+    assert first["nodeSelector"] != small["nodeSelector"]
+    assert [each["key"] for each in small["tolerations"]] == ["nvidia.com/gpu", "small"]
+    assert [each["key"] for each in first["tolerations"]] == ["nvidia.com/gpu"]
+    assert small["containers"][0]["resources"]["requests"]["memory"] == "24Gi"
+    assert small["containers"][0]["env"] == first["containers"][0]["env"]
+    assert (found["worker"]["replicas"], found["worker-small"]["replicas"]) == (2, 3)
+
+
+def test_the_pods_of_all_pools_of_workers_have_one_disruption_budget() -> None:
+    manifests = render(NAME_TO_VALUES["two-engines"])
+    budgets = {each["metadata"]["name"]: each for each in manifests if each["kind"] == "PodDisruptionBudget"}
+    assert budgets.keys() == {"weft-worker"}
+    assert budgets["weft-worker"]["spec"]["minAvailable"] == 4

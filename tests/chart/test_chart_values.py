@@ -15,6 +15,17 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"config": {"worker": {}}}, "at '/config': additional properties 'worker' not allowed"),
     ({"config": {"workers": {"replica": 2}}}, "at '/config/workers': additional properties 'replica' not allowed"),
     ({"config": {"workers": {"replicas": 0}}}, "at '/config/workers/replicas': minimum: got 0, want 1"),
+    (
+        {"config": {"more_workers": {"b": {"replica": 2}}}},
+        "at '/config/more_workers/b': additional properties",
+    ),
+    ({"config": {"more_workers": {"main": {}}}}, "invalid propertyName 'main'"),
+    ({"config": {"more_workers": {"Big": {}}}}, "invalid propertyName 'Big'"),
+    (
+        {"config": {"more_workers": {"b": {"ray_resources": {"a": 1}}}}},
+        "/config/more_workers/b/ray_resources': 'not'",
+    ),
+    ({"workerPools": {"b": {"replicas": 2}}}, "at '/workerPools/b': additional properties 'replicas' not allowed"),
     ({"config": {"encoders": {"device": "gpu"}}}, "at '/config/encoders/device': value must be one of 'cpu', 'cuda'"),
     (
         {"config": {"encoders": {"gpus_per_replica": "one"}}},
@@ -71,6 +82,11 @@ def test_a_wrong_value_is_refused_by_its_schema(values: dict[str, Any], message:
         (
             {"config": {"encoders": {"gpus_per_replica": 0.5}}, "encoder": {"replicasPerPod": 3}},
             "a pod would need 1.5 GPUs, which is not a whole number",
+        ),
+        ({"workerPools": {"b": {}}}, "workerPools has b, which is no pool of config.more_workers"),
+        (
+            {"config": {"more_workers": {"b": {"device": "cuda", "gpus_per_replica": 0.5}}}},
+            "workerPools.b.replicasPerPod is 1, and config.more_workers.b.gpus_per_replica is 0.5: a pod would need",
         ),
         ({"ingress": {"enabled": True}}, "ingress.hosts is empty, but ingress.enabled is true"),
         ({"gateway": {"enabled": True}}, "gateway.parentRefs is empty, but gateway.enabled is true"),

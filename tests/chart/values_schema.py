@@ -10,6 +10,7 @@ from typing import Any
 
 from deploy.config import ClusterConfig
 from deploy.config_file import keys_of, section_in
+from deploy.workers_config import FIRST_POOL
 
 Schema = dict[str, Any]
 
@@ -78,11 +79,14 @@ def group(of_what: str, **own: Schema) -> Schema:
     )
 
 
-def pool(of_what: str, name: str) -> Schema:
+POOL_NAME = "^[a-z]([a-z0-9-]{0,22}[a-z0-9])?$"
+
+
+def pool(of_what: str, path: str) -> Schema:
     return group(
         of_what,
         replicasPerPod=integer(
-            f"Sets how many {of_what} share a pod. The number of pods follows from `config.{name}s.replicas`.", 1, 64
+            f"Sets how many {of_what} share a pod. The number of pods follows from `config.{path}.replicas`.", 1, 64
         ),
         gpuResource=of(
             STRING,
@@ -116,6 +120,11 @@ def config_schema() -> Schema:
     }
     sections["encoders"]["properties"] |= pools | {"replicas": integer("", 0)}
     sections["workers"]["properties"] |= pools | {"tensor_parallel": integer("", 1)}
+    sections["more_workers"] = {
+        "type": "object",
+        "propertyNames": {"pattern": POOL_NAME, "not": {"const": FIRST_POOL}},
+        "additionalProperties": sections["workers"],
+    }
     sections["router"]["properties"] |= {"replicas": integer("", 1), "ray_resources": {"not": {}}}
     sections["server"]["properties"] |= {"port": integer("", 1024, 9999), "drain_s": {"type": "number", "minimum": 0}}
     sections["server"]["properties"] |= {
@@ -211,8 +220,15 @@ def _pods() -> Schema:
     return {
         "head": group("Ray's head, which schedules and serves nothing"),
         "router": group("routers, of which each has a pod of its own (`config.router.replicas`)"),
-        "encoder": pool("encoders", "encoder"),
-        "worker": pool("LLM workers", "worker"),
+        "encoder": pool("encoders", "encoders"),
+        "worker": pool("LLM workers", "workers"),
+        "workerPools": {
+            "type": "object",
+            "description": "Describes the pods of the further pools of LLM workers by the names that "
+            "`config.more_workers` gives them. Each has the keys of `worker`; what it leaves out is as in `worker`.",
+            "propertyNames": {"pattern": POOL_NAME},
+            "additionalProperties": pool("workers of the pool", "more_workers.NAME"),
+        },
         "rdma": closed(
             "Gives encoders and LLM workers RDMA devices. `config.network.ucx_net_devices` and `ucx_tls` choose among "
             "them.",

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -19,8 +19,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
-from deploy.ray.ray_pools import PinnedRequestRouter, call_pinned
-from fabric.contracts import EncoderLost, InvalidMedia, MemberId, TargetGone
+from deploy.ray.ray_pools import PinnedRequestRouter, RayWorkerPool, call_pinned
+from fabric.contracts import EncoderLost, GenerateRequest, InvalidMedia, Member, MemberId, TargetGone, WorkerLost
 
 pytestmark = pytest.mark.ray
 
@@ -39,6 +39,9 @@ class Target:
 
     def who(self) -> str:
         return serve.get_replica_context().replica_id.unique_id
+
+    def generate(self, request: str) -> str:
+        return f"{request} of {self.who()}"
 
     def pid(self) -> int:
         return os.getpid()
@@ -65,10 +68,11 @@ class SlowToReturn(Target):
 
 
 class Caller:
-    """Makes two pinned calls to one deployment inside one request."""
+    """Makes two pinned calls to one deployment inside one request. The other deployment only belongs to the same
+    application."""
 
-    def __init__(self, targets: DeploymentHandle) -> None:
-        self._targets = targets
+    def __init__(self, targets: DeploymentHandle, others: DeploymentHandle) -> None:
+        self._targets, self._others = targets, others
 
     async def both(self, first: str, second: str) -> list[str]:
         calls = [call_pinned(self._targets.who, MemberId(name), EncoderLost) for name in (first, second)]
@@ -90,8 +94,9 @@ def handles() -> Iterator[tuple[DeploymentHandle, DeploymentHandle]]:
         serve.start(proxy_location="Disabled")
         options: dict[str, Any] = {"ray_actor_options": ACTOR, "request_router_config": PINNED}
         targets = serve.deployment(Target, num_replicas=2, max_ongoing_requests=2, **options).bind()
+        others = serve.deployment(Target, name="Other", num_replicas=1, **options).bind()
         caller = serve.run(
-            serve.deployment(Caller, ray_actor_options=ACTOR).bind(targets), name="pins", route_prefix=None
+            serve.deployment(Caller, ray_actor_options=ACTOR).bind(targets, others), name="pins", route_prefix=None
         )
         yield caller, serve.get_deployment_handle("Target", "pins")
         serve.shutdown()
@@ -123,6 +128,30 @@ def test_one_request_reaches_two_replicas_at_once(handles: tuple[DeploymentHandl
     caller, targets = handles
     first, second = names(targets)
     assert caller.both.remote(first, second).result(timeout_s=30) == [first, second]
+
+
+def test_a_call_goes_to_the_deployment_of_the_workers_pool(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:
+    """The record of a worker names its pool. The other deployment does not know the replica."""
+    _, targets = handles
+    others = serve.get_deployment_handle("Other", "pins")
+    pool = RayWorkerPool({"main": targets, "more": others})
+    (other,), own = {others.who.remote().result(timeout_s=20)}, names(targets)
+    name_to_pool = dict.fromkeys(own, "main") | {other: "more", "stray": "none"}
+    pool.update_members([Member(MemberId(name), "worker", "a", "h", 1, pool=in_) for name, in_ in name_to_pool.items()])
+
+    def generate(name: str) -> Any:
+        async def run() -> Any:
+            return await asyncio.wait_for(pool.generate(MemberId(name), cast("GenerateRequest", "the call")), 20)
+
+        return asyncio.run(run())
+
+    for name in [*own, other] * 2:
+        assert generate(name) == f"the call of {name}"
+    with pytest.raises(WorkerLost, match="belongs to the pool 'none', which this cluster does not have"):
+        generate("stray")
+    pool.update_members([])
+    with pytest.raises(TargetGone, match=f"the worker {other} has left the cluster"):
+        generate(other)
 
 
 def test_a_pin_that_nobody_ever_saw_fails_after_a_moment(handles: tuple[DeploymentHandle, DeploymentHandle]) -> None:

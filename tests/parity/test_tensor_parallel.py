@@ -33,6 +33,7 @@ from deploy.demo.build import demo_checkpoint
 from deploy.local import LocalCluster
 from deploy.ranks import load_share, spawn_rank
 from deploy.testing import in_process_cluster
+from deploy.worker_pools import check_shares
 from fabric.contracts import (
     ConfigError,
     GenerateResult,
@@ -330,7 +331,7 @@ def test_a_rank_that_fails_to_load_says_why(qwen2: LoadedFamily, tmp_path: Path)
 def test_heads_that_can_not_be_shared_are_refused(qwen2: LoadedFamily) -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel is 3, .* 2 KV heads"):
         compose.load_model(config_of(qwen2.directory, tensor_parallel=3), qwen2.directory)
-    compose.check_shares(qwen2.family.shape, 2)
+    check_shares(qwen2.family.shape, 2)
 
 
 async def healthy_until_error(service: WorkerService) -> None:

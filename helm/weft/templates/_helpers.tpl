@@ -68,6 +68,16 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
   "encoders" (dict "ray_resources" (dict "weft_encoder" 1))
   "workers" (dict "ray_resources" (dict "weft_worker" 1))
   "network" (dict "metrics_port" (int .Values.metrics.port)) -}}
+{{- $pools := dict -}}
+{{- range $pool, $_ := .Values.config.more_workers -}}
+{{- $_ := set $pools $pool (dict "ray_resources" (dict (printf "weft_worker-%s" $pool) 1)) -}}
+{{- end -}}
+{{- if $pools -}}{{- $_ := set $set "more_workers" $pools -}}{{- end -}}
+{{- range $pool, $_ := .Values.workerPools -}}
+{{- if not (hasKey $pools $pool) -}}
+{{- fail (printf "workerPools has %s, which is no pool of config.more_workers" $pool) -}}
+{{- end -}}
+{{- end -}}
 {{- if include "weft.keysSecret" . -}}
 {{- $_ := set $set "access" (dict "keys_file" (printf "%s/%s" (include "weft.keysDir" .) .Values.apiKeys.key)) -}}
 {{- end -}}
@@ -96,6 +106,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end -}}
 {{- if $values -}}{{- $_ := set $found $section $values -}}{{- end -}}
 {{- end -}}
+{{- range $section, $keys := $live.named -}}
+{{- $entries := dict -}}
+{{- range $name, $entry := get $config $section | default dict -}}
+{{- $values := dict -}}
+{{- range $keys -}}{{- if hasKey $entry . -}}{{- $_ := set $values . (get $entry .) -}}{{- end -}}{{- end -}}
+{{- if $values -}}{{- $_ := set $entries $name $values -}}{{- end -}}
+{{- end -}}
+{{- if $entries -}}{{- $_ := set $found $section $entries -}}{{- end -}}
+{{- end -}}
 {{- toYaml $found -}}
 {{- end }}
 
@@ -111,6 +130,11 @@ because Serve takes the number from the deployments. */}}
 {{- range $keys -}}{{- $_ := unset $values . -}}{{- end -}}
 {{- if and (kindIs "float64" $replicas) (eq (int $replicas) 0) -}}{{- $_ := set $values "replicas" 0 -}}{{- end -}}
 {{- if $values -}}{{- $_ := set $config $section $values -}}{{- else -}}{{- $_ := unset $config $section -}}{{- end -}}
+{{- end -}}
+{{- range $section, $keys := $live.named -}}
+{{- range $name, $entry := get $config $section | default dict -}}
+{{- range $keys -}}{{- $_ := unset $entry . -}}{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml $config -}}
 {{- end }}
@@ -137,10 +161,36 @@ gives a replica 15 s to stop (STOP_S in deploy/ray/serve_app.py), and the contai
 {{- end -}}
 {{- end }}
 
-{{/* Numbers of a pool as JSON: pods now, least and most, and what each pod offers. Takes the root, `kind` (encoder or worker). */}}
+{{/* Names of all groups of workers as JSON: the first one, and one for each entry of config.more_workers. */}}
+{{- define "weft.workerPools" -}}
+{{- $found := list "" -}}
+{{- range $name, $_ := .Values.config.more_workers -}}{{- $found = append $found $name -}}{{- end -}}
+{{- toJson (dict "names" $found) -}}
+{{- end }}
+
+{{/* The name of the group and of the deployment of a pool. Takes `kind`, and for a further pool of workers `pool`. */}}
+{{- define "weft.poolName" -}}
+{{- if .pool -}}{{ .kind }}-{{ .pool }}{{- else -}}{{ .kind }}{{- end -}}
+{{- end }}
+
+{{/* The values of the pods of a pool as YAML: those of the kind, under those of workerPools. Takes root, kind, pool. */}}
+{{- define "weft.poolValues" -}}
+{{- $values := deepCopy (get .root.Values .kind) -}}
+{{- if .pool -}}
+{{- range $key, $value := get .root.Values.workerPools .pool | default dict -}}{{- $_ := set $values $key $value -}}{{- end -}}
+{{- end -}}
+{{- toYaml $values -}}
+{{- end }}
+
+{{/* Numbers of a pool as JSON: pods now, least and most, and what each pod offers. Takes the root, `kind` (encoder or worker), and for a further pool of workers `pool`. */}}
 {{- define "weft.pool" -}}
 {{- $section := get .root.Values.config (printf "%ss" .kind) | default dict -}}
-{{- $perPod := int (get .root.Values .kind).replicasPerPod -}}
+{{- $path := printf "%ss" .kind -}}
+{{- if .pool -}}
+{{- $section = get .root.Values.config.more_workers .pool | default dict -}}
+{{- $path = printf "more_workers.%s" .pool -}}
+{{- end -}}
+{{- $perPod := int (include "weft.poolValues" . | fromYaml).replicasPerPod -}}
 {{- $ranks := 1 -}}
 {{- if eq .kind "worker" -}}{{- $ranks = int (get $section "tensor_parallel" | default 1) -}}{{- end -}}
 {{- $gpus := mulf $perPod $ranks (get $section "gpus_per_replica" | default 0 | float64) -}}
@@ -156,7 +206,7 @@ gives a replica 15 s to stop (STOP_S in deploy/ray/serve_app.py), and the contai
 {{- $most = $replicas -}}
 {{- end -}}
 {{- if ne (ceil $gpus) $gpus -}}
-{{- fail (printf "%s.replicasPerPod is %d, and config.%ss.gpus_per_replica is %v: a pod would need %v GPUs, which is not a whole number" .kind $perPod .kind (get $section "gpus_per_replica") $gpus) -}}
+{{- fail (printf "%s.replicasPerPod is %d, and config.%s.gpus_per_replica is %v: a pod would need %v GPUs, which is not a whole number" (ternary (printf "workerPools.%s" .pool) .kind (not (empty .pool))) $perPod $path (get $section "gpus_per_replica") $gpus) -}}
 {{- end -}}
 {{- $result := dict
   "replicas" $replicas
@@ -327,23 +377,23 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* A worker group of an encoder or LLM worker pool. Takes the root and the kind. */}}
+{{/* A worker group of a pool of encoders or LLM workers. Takes the root, the kind, and for a further pool `pool`. */}}
 {{- define "weft.poolGroup" -}}
 {{- $root := .root -}}
 {{- $pool := include "weft.pool" . | fromJson -}}
-{{- $group := get $root.Values .kind -}}
+{{- $group := include "weft.poolValues" . | fromYaml -}}
 {{- $limits := dict -}}
 {{- if $pool.gpus -}}{{- $_ := set $limits $group.gpuResource (int $pool.gpus) -}}{{- end -}}
 {{- if and $root.Values.rdma.enabled $root.Values.rdma.resourceName -}}
 {{- $_ := set $limits $root.Values.rdma.resourceName (int $root.Values.rdma.resourceCount) -}}
 {{- end -}}
-groupName: {{ .kind }}
+groupName: {{ include "weft.poolName" . }}
 replicas: {{ $pool.pods }}
 minReplicas: {{ $pool.minPods }}
 maxReplicas: {{ $pool.maxPods }}
 rayStartParams:
   num-gpus: {{ int $pool.gpus | quote }}
-  resources: {{ printf "'{\"weft_%s\": %d}'" .kind (int $pool.units) | quote }}
+  resources: {{ printf "'{\"weft_%s\": %d}'" (include "weft.poolName" .) (int $pool.units) | quote }}
   {{- with $group.rayStartParams }}
   {{- toYaml . | nindent 2 }}
   {{- end }}

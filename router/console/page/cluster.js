@@ -95,7 +95,8 @@ function card(member, pieces, state = "there") {
     silent: "no report comes",
   }[state];
   const trouble = said ? element("div", { class: "trouble", text: said }) : null;
-  const where = element("div", { class: "wordy", text: `host ${member.host}` });
+  const pool = member.pool ? `pool ${member.pool} (${member.engine}), ` : "";
+  const where = element("div", { class: "wordy", text: `${pool}host ${member.host}` });
   return element(
     "article",
     { class: `member ${state}`, "data-member": member.member_id, "aria-label": member.member_id },

@@ -113,6 +113,26 @@ def test_members_that_refused_a_change_of_the_config_are_named_with_the_reason(c
         assert {row["config_flaw"] for row in told["workers"]} == {flaws["worker"]}
 
 
+def test_workers_of_several_pools_are_told_apart(capsys: Captured) -> None:
+    id_to_pool = {"worker-0": ("main", "weft"), "worker-1": ("fast", "vllm")}
+    with served_fakes(num_workers=2) as fakes:
+        pooled = [
+            replace(each, pool=id_to_pool[each.member_id][0], engine=id_to_pool[each.member_id][1])
+            if each.kind == "worker"
+            else each
+            for each in fakes.cluster.members
+        ]
+        fakes.do(lambda: fakes.cluster.service.update_members(pooled))
+        assert main(["status", "--url", fakes.url]) == 0
+        lines = lines_of(capsys.readouterr().out)
+        assert lines["WORKER"][:3] == ["POOL", "ENGINE", "STATE"]
+        assert {name: tuple(lines[name][:2]) for name in id_to_pool} == id_to_pool
+        assert lines["ENCODER"][0] == "STATE"
+        assert main(["status", "--url", fakes.url, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert {row["member_id"]: (row["pool"], row["engine"]) for row in told["workers"]} == id_to_pool
+
+
 def test_a_cluster_that_waits_for_members_is_status_1(capsys: Captured) -> None:
     with served_fakes() as fakes:
         fakes.do(lambda: fakes.cluster.service.update_members([]))

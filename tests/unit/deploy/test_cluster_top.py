@@ -119,6 +119,16 @@ async def test_the_first_screen() -> None:
             assert table.virtual_size.width <= SIZE[0] - 4, "all columns are seen in 80 characters"
 
 
+async def test_workers_of_several_pools_show_their_pool() -> None:
+    app, readings = app_of()
+    shown = view()
+    pooled = [row._replace(pool=pool) for row, pool in zip(shown.members, ("", "main", "fast"), strict=True)]
+    readings.view = shown._replace(members=tuple(pooled))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: "ready" in head(app))
+        assert [row[0] for row in rows(app, "members")] == ["encoder-0", "worker-0 main", "worker-1 fast"]
+
+
 async def test_keys_sort_pause_and_quit() -> None:
     app, readings = app_of(summary("req-a"), summary("req-b", first_token_s=0.9, received_at=50.0))
     async with app.run_test(size=SIZE) as pilot:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import compose, config, request_config
+from deploy import compose, config, request_config, workers_config
 from deploy.config import ClusterConfig
 
 OWNERS = {
@@ -43,7 +43,7 @@ def handed_on() -> list[tuple[str, str, str]]:
 def taken_from_owners() -> dict[str, list[tuple[str, str]]]:
     """Returns, for each config key, the (owner, its field) pairs from which its default is taken."""
     taken: dict[str, list[tuple[str, str]]] = {}
-    trees = [ast.parse(Path(str(module.__file__)).read_text()) for module in (config, request_config)]
+    trees = [ast.parse(Path(str(module.__file__)).read_text()) for module in (config, request_config, workers_config)]
     for statement in (statement for tree in trees for statement in ast.walk(tree)):
         if not isinstance(statement, ast.AnnAssign) or statement.value is None:
             continue

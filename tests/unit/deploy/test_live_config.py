@@ -17,6 +17,7 @@ from deploy.config import ClusterConfig
 from deploy.config_file import check_config, keys_of, section_in
 from deploy.live_config import (
     LIVE_SECTIONS,
+    NAMED_TO_LIVE_KEYS,
     SECTION_TO_LIVE_KEYS,
     LiveConfig,
     live_keys_yaml,
@@ -40,7 +41,7 @@ def parsed(**sections: object) -> ClusterConfig:
 def test_every_live_key_exists() -> None:
     sections = keys_of(ClusterConfig)
     assert set(LIVE_SECTIONS) <= sections.keys()
-    for name, keys in SECTION_TO_LIVE_KEYS.items():
+    for name, keys in (SECTION_TO_LIVE_KEYS | NAMED_TO_LIVE_KEYS).items():
         inner = section_in(sections[name].annotation)
         assert inner is not None
         assert set(keys) <= keys_of(inner).keys(), name
@@ -53,11 +54,13 @@ def test_the_live_values_of_a_config_give_the_same_config() -> None:
         tenants={"shop": {"api_key_digests": [DIGEST], "tokens_per_minute": 6000}},
         logging={"level": "debug", "levels": {"uvicorn": "error"}},
         access={"operator_key_digests": [OTHER_DIGEST]},
+        more_workers={"b": {"replicas": 3, "num_blocks": 99}},
     )
     values = json.loads(json.dumps(live_values(whole)))
+    assert values["more_workers"] == {"b": {"replicas": 3}}
     assert values["router"]["max_in_flight"] == 7
     assert "links" not in values["router"]
-    assert with_live_values(parsed(router={"links": links}), values) == whole
+    assert with_live_values(parsed(router={"links": links}, more_workers={"b": {"num_blocks": 99}}), values) == whole
 
 
 def test_what_a_change_leaves_out_keeps_its_value() -> None:
@@ -70,6 +73,11 @@ def test_what_a_change_leaves_out_keeps_its_value() -> None:
     ("values", "message"),
     [
         ({"workers": {"num_blocks": 9}}, "workers.num_blocks: the key can't change while the cluster serves"),
+        ({"more_workers": {"b": {"num_blocks": 9}}}, "more_workers.b.num_blocks: the key can't change while"),
+        ({"more_workers": {"b": {"blocks": 9}}}, "more_workers.b.blocks: the key is unknown"),
+        ({"more_workers": {"c": {"replicas": 9}}}, "more_workers.c: an entry comes only by a restart"),
+        ({"more_workers": {"b": 3}}, "more_workers.b: must be a mapping of keys"),
+        ({"more_workers": {"b": {"replicas": 0}}}, "more_workers.b.replicas: "),
         ({"router": {"ray_resources": {}}}, "router.ray_resources: the key can't change while the cluster serves"),
         ({"encoders": {"replicas": 0}}, "encoders.replicas: a cluster gets its first encoder, or loses its last"),
         ({"limits": {"max_lexer_steps": 200_000}}, "limits.max_lexer_steps: the key can't change"),
@@ -86,7 +94,7 @@ def test_what_a_change_leaves_out_keeps_its_value() -> None:
 )
 def test_what_can_not_change_is_named(values: object, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        with_live_values(ClusterConfig(), values)
+        with_live_values(parsed(more_workers={"b": {}}), values)
 
 
 def test_all_flaws_of_a_change_are_named_at_once() -> None:
@@ -120,6 +128,7 @@ def test_the_list_for_the_chart_holds_the_same_keys() -> None:
     found = yaml.safe_load(live_keys_yaml())
     assert found["sections"] == list(LIVE_SECTIONS)
     assert {name: tuple(keys) for name, keys in found["keys"].items()} == SECTION_TO_LIVE_KEYS
+    assert {name: tuple(keys) for name, keys in found["named"].items()} == NAMED_TO_LIVE_KEYS
 
 
 def test_levels_of_loggers_follow_a_change() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.compose import check_shares
+from deploy.worker_pools import check_shares
 from fabric.contracts import ConfigError
 from llm_workers.scheduling import kv_heads
 from modalities.family import ModelShape

@@ -32,10 +32,10 @@ def config(python: Path, **options: object) -> ClusterConfig:
 
 def test_options_that_vllm_takes_pass(tmp_path: Path) -> None:
     """The script fails unless the options come as JSON, and Weft's switches for vLLM as variables."""
-    python = interpreter(tmp_path, 'test "$(cat)" = \'{"seed": 7}\' && test "$HF_HUB_OFFLINE" = 1')
-    assert check_options_there(config(python, seed=7)) == ""
-    assert check_options_there(config(interpreter(tmp_path, "exit 1"))) == "", "without options, nothing is asked"
-    assert check_options_there(ClusterConfig()) == ""
+    python = interpreter(tmp_path, 'test "$(cat)" = \'[{"seed": 7}, "workers"]\' && test "$HF_HUB_OFFLINE" = 1')
+    assert check_options_there(config(python, seed=7)) == []
+    assert check_options_there(config(interpreter(tmp_path, "exit 1"))) == [], "without options, nothing is asked"
+    assert check_options_there(ClusterConfig()) == []
 
 
 def test_what_vllm_refuses_is_named(tmp_path: Path) -> None:
@@ -77,11 +77,13 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path: Path) -> None:
 
 def test_what_can_not_be_checked_is_said(tmp_path: Path, capsys: Captured) -> None:
     nowhere = tmp_path / "nowhere"
-    assert check_options_there(config(nowhere, seed=7)).startswith(f"{nowhere} is not on this machine")
+    (unchecked,) = check_options_there(config(nowhere, seed=7))
+    assert unchecked.startswith(f"the options in workers.vllm are not checked: {nowhere} is not on this machine")
     with pytest.raises(ConfigError, match="make install-vllm"):
         check_environment(config(nowhere, seed=7))
     slow = interpreter(tmp_path, "exec sleep 30")
-    assert check_options_there(config(slow, seed=7), timeout_s=0.05) == f"{slow} did not answer within 0.05 s"
+    (unchecked,) = check_options_there(config(slow, seed=7), timeout_s=0.05)
+    assert unchecked == f"the options in workers.vllm are not checked: {slow} did not answer within 0.05 s"
     file = tmp_path / "weft.yaml"
     file.write_text(f"model: {{path: {nowhere}}}\nworkers: {{engine: vllm, python: {nowhere}, vllm: {{seed: 7}}}}\n")
     assert main(["check", str(file)]) == 0

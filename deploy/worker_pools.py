@@ -1,0 +1,101 @@
+"""Says what sets the pools of workers of one cluster apart: whether each pool's engine takes the model, and what the
+record of a worker tells the routers about its pool, so that a request goes to workers that can take it.
+
+A pool is a section of the config (`workers`, or an entry of `more_workers`) and a deployment of its own. Its processes
+get the config as `ClusterConfig.of_pool` returns it, so nothing that builds a worker knows of other pools. The module
+knows nothing of how pools are deployed.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from deploy.config import ClusterConfig
+from deploy.workers_config import WorkerSection
+from fabric.contracts import EMBEDDINGS, SPEECH, ConfigError, Member, MemberPlace
+from modalities.checkpoint_files import read_quantisation
+from modalities.family import Family, ModelShape
+
+VLLM_MODALITIES = ("image", "video")
+VLLM_MEDIA_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Lists the families whose media a worker with vLLM takes; of other families it takes those without media."""
+
+
+def check_pools(config: ClusterConfig, family: Family, model_dir: Path) -> None:
+    """Raises ConfigError for media and for quantised weights that the engine of a pool can't take, and for KV heads
+    that the ranks of a worker can't share evenly."""
+    for each in config.by_pool():
+        _check_engine(each, family, model_dir)
+        check_shares(family.shape, each.workers.tensor_parallel, each.pool_path)
+
+
+def _check_engine(config: ClusterConfig, family: Family, model_dir: Path) -> None:
+    path = config.pool_path
+    if config.workers.engine == "weft":
+        read_quantisation(model_dir)
+    elif unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
+        raise ConfigError(
+            f"{path}.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
+            f"use {path}.engine: weft"
+        )
+    elif family.max_items and family.name not in VLLM_MEDIA_FAMILIES:
+        raise ConfigError(
+            f"{path}.engine is vllm, which takes media of {', '.join(VLLM_MEDIA_FAMILIES)} here, and not those of "
+            f"{family.name}; use {path}.engine: weft"
+        )
+
+
+def check_shares(shape: ModelShape, num_ranks: int, path: str = "workers") -> None:
+    """Raises ConfigError if the KV heads can't be divided evenly among the ranks: a head is never split or kept
+    twice. `path` names the section of the workers."""
+    if shape.num_kv_heads % num_ranks:
+        raise ConfigError(
+            f"{path}.tensor_parallel is {num_ranks}, which does not divide the model's {shape.num_kv_heads} KV heads"
+        )
+
+
+def worker_record(config: ClusterConfig, record: Member) -> Member:
+    """Returns the record of a worker with what its pool says."""
+    longest = _stated_context(config)
+    is_shorter = any(longest < _stated_context(each) for each in config.by_pool())
+    return msgspec.structs.replace(
+        record,
+        pool=config.pool,
+        engine=config.workers.engine,
+        lacks=worker_lacks(config),
+        max_context_tokens=int(longest) if is_shorter else 0,
+    )
+
+
+def _stated_context(config: ClusterConfig) -> float:
+    """Returns the tokens of the longest sequence that workers of a pool take by the config; infinity if that of the
+    model counts."""
+    stated = config.workers.vllm.get("max_model_len")
+    return stated if isinstance(stated, int) and stated > 0 else math.inf
+
+
+def worker_lacks(config: ClusterConfig) -> tuple[str, ...]:
+    """Returns what the workers of a pool can't do for a request that others of the cluster may take."""
+    if config.workers.engine == "vllm":
+        return (EMBEDDINGS, SPEECH)
+    num_ranks = [each.workers.tensor_parallel for each in config.by_pool() if each.stages is not None]
+    # Workers of several ranks store no rows for the talker, so they leave spoken answers to those that do.
+    return (SPEECH,) if 1 in num_ranks and config.workers.tensor_parallel > 1 else ()
+
+
+def waiting_share(config: ClusterConfig, section: WorkerSection) -> float:
+    """Returns how much of the work that waits at the routers a scaled pool of workers counts as its own: its part of
+    all workers that scaled pools may have. Pools that are not scaled can't grow for it."""
+    most = sum(each.most_replicas for each in config.all_workers if each.autoscaling.rules is not None)
+    return section.most_replicas / most
+
+
+def pool_place(config: ClusterConfig, place: MemberPlace) -> MemberPlace:
+    """Returns the place of a worker, told apart from those of other pools: the routers learn one cost for all members
+    on equal hardware, and pools cost differently on it."""
+    if not config.more_workers:
+        return place
+    return msgspec.structs.replace(place, hardware=f"{place.hardware} {config.pool_deployment}")

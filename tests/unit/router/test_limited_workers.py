@@ -1,0 +1,98 @@
+"""Tests that a request goes to workers that can take it, where workers of other pools can't: embeddings, speech, and
+prompts that are longer than a pool's context."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from edge_client import served
+from router_chats import chat_body
+
+from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster, settled
+from fabric.contracts import EMBEDDINGS, SPEECH
+from router.edge import create_app
+from router.router_config import SpeechSettings
+
+NUM_ASKED = 6
+
+
+def publish(cluster: FakeCluster, **limits: object) -> None:
+    """Tells the router that the first worker has these limits and all others have none."""
+    limited = cluster.workers[0].member_id
+    cluster.service.update_members(
+        [msgspec.structs.replace(each, **limits) if each.member_id == limited else each for each in cluster.members]
+    )
+
+
+def num_requests(cluster: FakeCluster) -> list[int]:
+    return [len(worker.requests) for worker in cluster.workers]
+
+
+def embedding_body(content: str) -> bytes:
+    return json.dumps({"model": TINY_MODEL, "input": content}).encode()
+
+
+async def test_embeddings_go_to_a_worker_that_gives_them() -> None:
+    async with served(embeddings="last", num_workers=2) as (cluster, client):
+        publish(cluster, lacks=(EMBEDDINGS,))
+        for number in range(NUM_ASKED):
+            response = await client.post("/v1/embeddings", content=embedding_body(f"words {number}"))
+            assert response.status_code == 200, response.text
+        assert num_requests(cluster) == [0, NUM_ASKED]
+        answers = [client.post("/v1/chat/completions", content=chat_body(f"hi {n}")) for n in range(NUM_ASKED)]
+        assert {each.status_code for each in await asyncio.gather(*answers)} == {200}
+        assert num_requests(cluster)[0] > 0, "what it can do, it does"
+
+
+async def test_an_embedding_waits_for_a_worker_that_gives_it() -> None:
+    async with served(embeddings="last", capacity_wait_s=30.0) as (cluster, client):
+        publish(cluster, lacks=(EMBEDDINGS,))
+        asked = asyncio.create_task(client.post("/v1/embeddings", content=embedding_body("words")))
+        await settled(lambda: cluster.service.admission.num_in_flight == 1)
+        cluster.add_worker()
+        publish(cluster, lacks=(EMBEDDINGS,))
+        assert (await asked).status_code == 200
+        assert num_requests(cluster) == [0, 1]
+
+
+async def test_without_such_a_worker_the_answer_is_503_when_the_wait_is_over() -> None:
+    async with served(embeddings="last", capacity_wait_s=0.05) as (cluster, client):
+        publish(cluster, lacks=(EMBEDDINGS,))
+        response = await client.post("/v1/embeddings", content=embedding_body("words"))
+        assert response.status_code == 503
+        assert num_requests(cluster) == [0]
+
+
+async def test_spoken_answers_go_to_a_worker_that_can_hand_over_its_rows() -> None:
+    settings = SpeechSettings(("anna",), 24_000)
+    async with fake_cluster(speech=settings, num_workers=2) as cluster:
+        cluster.add_stage(1, "talker", is_last=False)
+        cluster.add_stage(2, "code2wav", is_last=True)
+        publish(cluster, lacks=(SPEECH,))
+        transport = httpx.ASGITransport(create_app(cluster.service))
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+            for number in range(NUM_ASKED):
+                body = chat_body(f"say {number}", modalities=["text", "audio"])
+                response = await client.post("/v1/chat/completions", content=body)
+                assert response.status_code == 200, response.text
+        assert num_requests(cluster) == [0, NUM_ASKED]
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(8, [0, NUM_ASKED]), (2048, None)])
+async def test_a_long_prompt_goes_to_a_worker_that_takes_it(limit: int, expected: Any) -> None:
+    async with served(num_workers=2) as (cluster, client):
+        publish(cluster, max_context_tokens=limit)
+        answers = [
+            client.post("/v1/chat/completions", content=chat_body(f"{number} words of some length"))
+            for number in range(NUM_ASKED)
+        ]
+        assert {each.status_code for each in await asyncio.gather(*answers)} == {200}
+        if expected is None:
+            assert num_requests(cluster)[0] > 0, "the prompts are shorter than its context"
+        else:
+            assert num_requests(cluster) == expected
