@@ -152,7 +152,7 @@ def build_vllm_worker(
         is_prefix_cache_enabled=worker.is_prefix_cache_enabled,
         num_ranks=section.tensor_parallel,
         has_towers=family.shape.num_levels > 1,
-        is_multimodal=bool(family.max_items),
+        modalities=tuple(family.max_items),
         options=room | dict(section.vllm),
     )
     inbox = {
