@@ -56,8 +56,7 @@ ATTENTION_NAME = "weft_paged"
 DECODED_BATCHES = 4
 """An encoder may hold the decoded pixels of this many batches; long videos may fill all but one of them, see
 `DecodeRoom`."""
-VLLM_MODALITIES = ("image", "video")
-VLLM_MEDIA_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VLLM_MEDIA_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni")
 """Lists the families whose media a worker with vLLM takes; of other families it takes those without media."""
 
 
@@ -123,11 +122,6 @@ def load_model(config: ClusterConfig, directory: Path) -> Model:
 def _check_engine(config: ClusterConfig, family: Family, directory: Path) -> None:
     if config.workers.engine == "weft":
         read_quantisation(directory)
-    elif unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
-        raise ConfigError(
-            f"workers.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
-            "use workers.engine: weft"
-        )
     elif family.max_items and family.name not in VLLM_MEDIA_FAMILIES:
         raise ConfigError(
             f"workers.engine is vllm, which takes media of {', '.join(VLLM_MEDIA_FAMILIES)} here, and not those of "

@@ -28,6 +28,7 @@ from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
 from modalities.family import Family
+from modalities.speech_traits import read_speech_traits
 from modalities.text import TextCodec
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -96,6 +97,21 @@ def check_options_there(config: ClusterConfig, timeout_s: float = CHECK_TIMEOUT_
         last = done.stderr.strip().rpartition("\n")[2]
         raise ConfigError(last if done.returncode == _REFUSED else f"{python} can't import vLLM: {last}")
     return ""
+
+
+def silence_hint(config: ClusterConfig, model_dir: Path) -> str:
+    """Returns a sentence that says that the cluster answers in text alone, if the model can speak and its workers run
+    vLLM, or an empty text."""
+    if config.workers.engine != "vllm":
+        return ""
+    try:
+        read_speech_traits(model_dir)
+    except ConfigError:
+        return ""
+    return (
+        "the model can speak, but workers with vLLM answer in text alone; spoken answers need workers.engine: weft "
+        "and stages"
+    )
 
 
 def process_variables(config: ClusterConfig) -> Mapping[str, str]:

@@ -1,5 +1,5 @@
-"""Makes tiny models that see, and one that hears as well, with which any engine can be compared with transformers: prompts as a router makes
-them, features as an encoder makes them, and the reference's greedy answers.
+"""Makes tiny models that see, and one that hears as well, with which any engine can be compared with transformers:
+prompts as a router makes them, features as an encoder makes them, and the reference's greedy answers.
 
 The heads are wide enough for vLLM's attention on CPUs, which the models of the family table are not."""
 

@@ -4,6 +4,7 @@ videos, and as the track of a video, whose rows stand among those of its picture
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 
 from contract_model import ContractPrompt, Film, Recording
@@ -120,7 +121,7 @@ async def check_videos_with_sounds_in_one_step(r: ContractRig) -> None:
 def _num_turns(of: ContractPrompt) -> int:
     """Counts how often a run of rows follows one of another medium without a text between them."""
     runs = of.placeholders
-    return sum(one.end == two.offset and one.item != two.item for one, two in zip(runs, runs[1:], strict=False))
+    return sum(one.end == two.offset and one.item != two.item for one, two in itertools.pairwise(runs))
 
 
 HEARING_CHECKS: list[Callable[[ContractRig], Awaitable[None]]] = [
