@@ -1,8 +1,8 @@
 """Makes requests of vLLM's engine core out of sequences of Weft.
 
-A request holds the prompt, with the tokens that a former attempt has sent at its end, and one entry per media item: its
-hash, its place and its grid, from which vLLM computes positions. It holds no pixels, because the features come from the
-encoder pool. `check_supported` refuses what vLLM can't do for us before anything is queued.
+A request holds the prompt, the tokens that a former attempt has sent as outputs of its own, as a request that vLLM has
+preempted, and one entry per media item: its hash, its place and its grid. It holds no pixels, because the features come
+from the encoder pool. `check_supported` refuses what vLLM can't do for us before anything is queued.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fabric.contracts import (
 )
 from llm_workers.scheduling import Sequence
 from llm_workers.vllm_engine.block_mirror import block_hasher
-from llm_workers.vllm_engine.rank_extension import DELTA, POSITIONS
+from llm_workers.vllm_engine.rank_extension import DELTA, POSITIONS, SENT
 from llm_workers.vllm_engine.sequence_book import BookedChoice
 
 MODALITIES = ("image", "video", "audio")
@@ -56,10 +56,11 @@ def check_supported(request: GenerateRequest) -> None:
 def engine_request(choice: BookedChoice, block_size: int) -> Request:
     """Returns the request for one sequence."""
     request, sequence = choice.request, choice.sequence
-    return Request(
+    sent = sequence.tokens.view(sequence.num_prompt).tolist()
+    made = Request(
         request_id=choice.name,
-        prompt_token_ids=sequence.tokens.view().tolist(),
-        sampling_params=sampling(request, sequence),
+        prompt_token_ids=sequence.tokens.view(0, sequence.num_prompt).tolist(),
+        sampling_params=sampling(request, sequence, sent),
         pooling_params=None,
         arrival_time=request.age[0],
         mm_features=features(request, sequence),
@@ -67,6 +68,9 @@ def engine_request(choice: BookedChoice, block_size: int) -> Request:
         priority=request.priority,
         block_hasher=block_hasher(sequence.layout, block_size),
     )
+    if sent:
+        made.append_output_token_ids(sent)
+    return made
 
 
 def warm_up_request(number: int, num_tokens: int) -> GenerateRequest:
@@ -93,12 +97,11 @@ def request_name(sequence_id: SequenceId) -> str:
     return f"{sequence_id.request_id}/{sequence_id.attempt:04d}/{sequence_id.choice:04d}"
 
 
-def sampling(request: GenerateRequest, sequence: Sequence) -> VllmSampling:
-    """Returns how the next tokens of the sequence are drawn. Text is none of the worker's business, so vLLM neither
-    detokenises nor looks for stop strings."""
+def sampling(request: GenerateRequest, sequence: Sequence, sent: list[int]) -> VllmSampling:
+    """Returns how the next tokens of the sequence are drawn, after those that were `sent`. Text is none of the worker's
+    business, so vLLM neither detokenises nor looks for stop strings."""
     ours, stop = request.sampling, request.stop
     stop_ids = stop.stop_token_ids if stop.ignore_eos else (*stop.eos_token_ids, *stop.stop_token_ids)
-    num_sent = sequence.num_generated
     prompt_logprobs = request.prompt_outputs.num_top_logprobs
     return VllmSampling(
         temperature=ours.temperature,
@@ -112,11 +115,12 @@ def sampling(request: GenerateRequest, sequence: Sequence) -> VllmSampling:
         logit_bias=dict(ours.logit_bias) or None,
         logprobs=ours.num_top_logprobs,
         prompt_logprobs=prompt_logprobs,
-        max_tokens=max(stop.max_tokens - num_sent, 1),
-        min_tokens=0 if ours.grammar else max(stop.min_tokens - num_sent, 0),
+        max_tokens=max(stop.max_tokens, len(sent) + 1),
+        min_tokens=0 if ours.grammar else min(stop.min_tokens, stop.max_tokens),
         stop_token_ids=list(stop_ids),
         ignore_eos=True,
         detokenize=False,
+        extra_args={SENT: sent} if sent else None,
     )
 
 

@@ -1,6 +1,6 @@
-"""Serves the demo model by a real cluster whose worker runs vLLM. Its answers to questions about texts, pictures, videos
-and sounds are right, and OpenAI's clients find what they find with Weft's own engine: the tests of `tests/e2e` that
-drive them run here as they are, except for embeddings, which these workers do not give."""
+"""Serves the demo model by a real cluster whose worker runs vLLM. Its answers to questions about texts, pictures,
+videos and sounds are right, and OpenAI's clients find what they find with Weft's own engine: the tests of `tests/e2e`
+that drive them run here as they are, except for embeddings, which these workers do not give."""
 
 from __future__ import annotations
 
