@@ -70,6 +70,7 @@ def engine_request(choice: BookedChoice, block_size: int) -> Request:
     )
     if sent:
         made.append_output_token_ids(sent)
+        made.take_prefill_stats()  # vLLM takes none of a preempted request, whose outputs may be in the prefix cache.
     return made
 
 

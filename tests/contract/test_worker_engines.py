@@ -18,6 +18,7 @@ from engine_contract import (
     contract_rig,
 )
 from hearing_contract import HEARING_CHECKS
+from migration_contract import MIGRATION_CHECKS
 from worker_rig import WORKER
 
 from fabric.contracts import SystemClock
@@ -46,7 +47,7 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[ContractRig]:
         yield made
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("check", CHECKS + MIGRATION_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 async def test_contract(worker: ContractRig, check: Callable[[ContractRig], Awaitable[None]]) -> None:
     await check(worker)
 

@@ -387,44 +387,6 @@ async def check_choices_share_the_prompt(r: ContractRig) -> None:
     await r.assert_idle()
 
 
-async def check_a_migrated_request_goes_on(r: ContractRig) -> None:
-    of = r.model.prompt(r.text(33), 19, r.text(7))
-    answer = r.model.answer(of, 10)
-    for num_sent in (1, 5, 9, 10):
-        request = r.request(of, 10, attempt=1, emitted=(tuple(answer[:num_sent]),), cache_salt=f"{num_sent}")
-        key = (request.request_id, 1, 0)
-        r.router.tokens[key] = list(answer[:num_sent])
-        result = await r.run(request, of)
-        assert result.error is None
-        assert r.router.tokens[key] == answer
-        assert result.choices[0].num_tokens == 10
-    await r.assert_idle()
-
-
-async def check_penalties_count_what_was_sent_before_a_migration(r: ContractRig) -> None:
-    """Tokens of the prompt are not penalised, those that a former attempt has sent are."""
-    of = r.model.prompt(r.text(34), 27, r.text(8))
-    penalties = {
-        "presence": SamplingParams(temperature=0.0, presence_penalty=2.0),
-        "frequency": SamplingParams(temperature=0.0, frequency_penalty=0.7),
-        "all": SamplingParams(temperature=0.0, presence_penalty=1.0, frequency_penalty=0.5, repetition_penalty=1.3),
-    }
-    for name, sampling in penalties.items():
-        whole = r.request(of, 24, sampling=sampling, cache_salt=name)
-        await r.run(whole, of)
-        answer = r.tokens(whole)
-        assert answer != r.model.answer(of, 24), "the penalty has no effect"
-        for num_sent in (1, 7, 23):
-            sent = tuple(answer[:num_sent])
-            request = r.request(of, 24, attempt=1, emitted=(sent,), sampling=sampling, cache_salt=f"{name}{num_sent}")
-            key = (request.request_id, 1, 0)
-            r.router.tokens[key] = list(sent)
-            result = await r.run(request, of)
-            assert r.router.tokens[key] == answer
-            assert (result.choices[0].finish_reason, result.choices[0].num_tokens) == ("length", 24)
-    await r.assert_idle()
-
-
 async def check_ids_and_counts_end_an_answer(r: ContractRig) -> None:
     of = r.model.prompt(r.text(21))
     answer = r.model.answer(of, 12)

@@ -15,6 +15,7 @@ from engine_contract import (
     contract_rig,
 )
 from hearing_contract import HEARING_CHECKS
+from migration_contract import MIGRATION_CHECKS
 from vllm_rig import make_vllm_worker
 
 pytestmark = [pytest.mark.torch, pytest.mark.nixl, pytest.mark.asyncio(loop_scope="module")]
@@ -26,7 +27,9 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[ContractRig]:
         yield made
 
 
-@pytest.mark.parametrize("check", CHECKS + HEARING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize(
+    "check", CHECKS + MIGRATION_CHECKS + HEARING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_")
+)
 async def test_contract(worker: ContractRig, check: Callable[[ContractRig], Awaitable[None]]) -> None:
     if check in HEARING_CHECKS and "audio" not in worker.model.family.max_items:
         pytest.skip("the model hears nothing")
