@@ -28,6 +28,7 @@ from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
 from modalities.family import Family
+from modalities.speech_traits import read_speech_traits
 from modalities.text import TextCodec
 
 BINDING = "VLLM_CPU_OMP_THREADS_BIND"
@@ -118,6 +119,21 @@ def _check_options_of(config: ClusterConfig, timeout_s: float) -> str:
     return ""
 
 
+def silence_hint(config: ClusterConfig, model_dir: Path) -> str:
+    """Returns a sentence that says that the cluster answers in text alone, if the model can speak and all its workers
+    run vLLM, or an empty text."""
+    if any(section.engine != "vllm" for section in config.all_workers):
+        return ""
+    try:
+        read_speech_traits(model_dir)
+    except ConfigError:
+        return ""
+    return (
+        "the model can speak, but workers with vLLM answer in text alone; spoken answers need workers.engine: weft "
+        "and stages"
+    )
+
+
 def process_variables(config: ClusterConfig) -> Mapping[str, str]:
     """Returns the variables that a process needs before it imports vLLM."""
     # vLLM would bind each worker to the same cores of a machine, so no process is bound unless the operator says where.
@@ -172,7 +188,7 @@ def build_vllm_worker(
         is_prefix_cache_enabled=worker.is_prefix_cache_enabled,
         num_ranks=section.tensor_parallel,
         has_towers=family.shape.num_levels > 1,
-        is_multimodal=bool(family.max_items),
+        modalities=tuple(family.max_items),
         options=room | dict(section.vllm),
     )
     inbox = {

@@ -19,8 +19,7 @@ from fabric.contracts import EMBEDDINGS, SPEECH, ConfigError, Member, MemberPlac
 from modalities.checkpoint_files import read_quantisation
 from modalities.family import Family, ModelShape
 
-VLLM_MODALITIES = ("image", "video")
-VLLM_MEDIA_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+VLLM_MEDIA_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_omni")
 """Lists the families whose media a worker with vLLM takes; of other families it takes those without media."""
 
 
@@ -36,11 +35,6 @@ def _check_engine(config: ClusterConfig, family: Family, model_dir: Path) -> Non
     path = config.pool_path
     if config.workers.engine == "weft":
         read_quantisation(model_dir)
-    elif unknown := sorted(set(family.max_items) - set(VLLM_MODALITIES)):
-        raise ConfigError(
-            f"{path}.engine is vllm, which takes no {' and no '.join(unknown)} here, but {family.name} does; "
-            f"use {path}.engine: weft"
-        )
     elif family.max_items and family.name not in VLLM_MEDIA_FAMILIES:
         raise ConfigError(
             f"{path}.engine is vllm, which takes media of {', '.join(VLLM_MEDIA_FAMILIES)} here, and not those of "

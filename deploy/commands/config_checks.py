@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from deploy.compose import resolve_model_dir
 from deploy.config import ClusterConfig
 from deploy.gpu_devices import GpuDevice, find_devices, named_devices
 from deploy.limit_table import check_files, limit_lines
@@ -18,7 +19,7 @@ from deploy.serve_config import check_submitted
 from deploy.sizing import budget_lines, check_budget, too_few_gpus
 from deploy.speech_parts import stage_name
 from deploy.topology import run_nvidia_smi
-from deploy.vllm_worker import check_options_there
+from deploy.vllm_worker import check_options_there, silence_hint
 from fabric.contracts import ConfigError
 from router.run import NO_TENANT, new_key
 
@@ -70,6 +71,8 @@ def check(arguments: argparse.Namespace) -> int:
         print(f"the memory is not computed, because the model can't be read: {why_not}")
         return 0
     print("\n".join(budget_lines(budget)))
+    if hint := silence_hint(config, resolve_model_dir(config, has_weights=False)):
+        print(hint)
     shortfalls = [*budget.problems, *(too_few_gpus(config, len(devices)) if arguments.gpus else ())]
     for shortfall in shortfalls:
         print(f"{arguments.file}: {shortfall}", file=sys.stderr)

@@ -33,7 +33,7 @@ from deploy.process_setup import set_local_switches, show_logs_as_written, show_
 from deploy.sizing import refuse_if_too_small
 from deploy.start_phases import StartState
 from deploy.tls import TlsFiles, check_tls
-from deploy.vllm_worker import check_environment, check_options_there
+from deploy.vllm_worker import check_environment, check_options_there, silence_hint
 from fabric.contracts import ConfigError, Unavailable
 from fabric.transport import check_installed, join_host_port, remove_inboxes_without_owner
 
@@ -60,7 +60,8 @@ class RunningCluster:
     another machine than a router that only its own machine reaches. With None, the router is asked over HTTP."""
     scheme: str = "http"
     hint: str = ""
-    """Says what keeps this machine from reaching the URL, if anything does."""
+    """Says what keeps this machine from reaching the URL, if anything does, and what the cluster leaves out of what its
+    model can do."""
 
     @property
     def url(self) -> str:
@@ -128,6 +129,7 @@ def run_cluster(
                 handle = deploy_app(build_app(config), name)
                 node, port = handle.endpoint.remote().result(timeout_s=ready_timeout_s)
                 is_secure = config.server.tls_cert_file is not None
+                hints = (unreached_hint(config.server.host, node), silence_hint(config, model.directory))
                 cluster = RunningCluster(
                     host=reached_host(config.server.host, node),
                     port=port,
@@ -135,7 +137,7 @@ def run_cluster(
                     drain=partial(drain_routers, handle, directory),
                     ask_ready=partial(_ask_ready, handle) if is_joined or is_secure else None,
                     scheme="https" if is_secure else "http",
-                    hint=unreached_hint(config.server.host, node),
+                    hint="; ".join(filter(None, hints)),
                 )
                 wait_ready(cluster, ready_timeout_s)
             try:

@@ -222,6 +222,7 @@ class VllmEngine:
         self._doorstep = Doorstep(self._board, self, scheduler.encoder_cache_manager)
         attach(core, self._doorstep)
         core.collective_rpc("use_positions_of_requests")
+        core.collective_rpc("use_tokens_of_requests")
         scheduler.kv_event_publisher = BlockEventTaker(self._mirror)
         core.structured_output_manager.backend = GuideBackend(core.vllm_config, None, self._family.shape.vocab_size)
         self._max_model_len = min(self._max_model_len, scheduler.max_model_len)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fabric.contracts import ConfigError
+from llm_workers.vllm_engine.model_overrides import CompleteConfig, needs_completion
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.vllm_engine.shared_names import remove_shared_names
 
@@ -67,8 +68,10 @@ class VllmSettings:
     num_ranks: int = 1
     """Counts the ranks of tensor parallelism."""
     has_towers: bool = True
-    """Says whether vLLM loads the model's encoders although it never runs them: it has to for models with DeepStack."""
-    is_multimodal: bool = True
+    """Says whether vLLM loads the model's vision tower although it never runs it: it has to for models with
+    DeepStack."""
+    modalities: tuple[str, ...] = ("image", "video")
+    """Lists the modalities that the model takes."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -126,12 +129,17 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
             encoder_cache_manager_cls=f"{_PACKAGE}.doorstep_scheduler.DoorstepCacheManager"
         ),
     }
-    if settings.is_multimodal:
+    if settings.modalities:
         own["skip_mm_profiling"] = True
-        if not settings.has_towers:
-            own |= {"limit_mm_per_prompt": {"image": 0, "video": 0}, "enable_mm_embeds": True}
+        # vLLM loads no tower whose modalities have the limit 0.
+        unloaded = [each for each in settings.modalities if not settings.has_towers or each == "audio"]
+        if unloaded:
+            own |= {"limit_mm_per_prompt": dict.fromkeys(unloaded, 0), "enable_mm_embeds": True}
+    options = dict(settings.options)
+    if needs_completion(settings.model_dir):
+        options["hf_overrides"] = CompleteConfig(options.get("hf_overrides") or {})
     try:
-        config = AsyncEngineArgs(**{**own, **settings.options}).create_engine_config()
+        config = AsyncEngineArgs(**{**own, **options}).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"vLLM refuses its config: {error}") from error
     is_overlapping = config.scheduler_config.async_scheduling

@@ -1,11 +1,17 @@
-"""Adds to each rank of vLLM that it takes the positions of a prompt from the request, and that it leaves no shared
-memory behind when it is killed.
+"""Adds to each rank of vLLM that it takes from a request the positions of its prompt, and the tokens that a former
+attempt has sent, and that it leaves no shared memory behind when it is killed.
 
 vLLM computes the positions of pictures and videos (M-RoPE) in each rank, by rules of its own for each model. For the
 videos of Qwen2.5-VL they differ from transformers': there a text goes on behind the largest position of a video's
 height and width, and in vLLM behind the largest one of its time as well. Weft's families compute positions as
-transformers does, and a request carries them with its first media item. vLLM calls a class like this one the extension
-of a worker, and `EngineCore.collective_rpc` calls its methods on each rank.
+transformers does, and a request carries them with its first media item.
+
+A request that goes on where another worker has stopped begins with outputs. vLLM's scheduler knows such requests,
+because it begins preempted ones again, but tells a rank the prompt alone of a request that the rank has not seen
+before. So the request carries these tokens as well: penalties then count them as outputs.
+
+vLLM calls a class like this one the extension of a worker, and `EngineCore.collective_rpc` calls its methods on each
+rank.
 """
 
 from __future__ import annotations
@@ -20,6 +26,8 @@ from llm_workers.vllm_engine.shared_names import remove_shared_names
 POSITIONS, DELTA = "weft_positions", "weft_position_delta"
 """Names the values of a media item that hold the positions of the whole prompt, int64 with shape `(3, num_tokens)`, and
 how far those of generated tokens are ahead of their indexes, int64 with shape `()`."""
+SENT = "weft_sent"
+"""Names the extra argument of sampling that holds the tokens with which a request begins behind its prompt."""
 
 
 class RankExtension:
@@ -48,3 +56,22 @@ class RankExtension:
     def remove_shared_names(self) -> list[str]:
         """Removes the names of the shared memory of this rank, and returns them (`shared_names`)."""
         return remove_shared_names()
+
+    def use_tokens_of_requests(self) -> bool:
+        """Makes the batch of this rank take the sent tokens of requests that carry some as outputs. Returns False for
+        vLLM's second model runner, which is told all tokens of a request and needs nothing."""
+        batch = self.model_runner.input_batch
+        add = getattr(batch, "add_request", None)
+        if add is None:
+            return False
+
+        def add_with_outputs(request: Any) -> int:
+            given = request.sampling_params
+            extra = None if given is None else given.extra_args
+            if extra and SENT in extra and not request.output_token_ids:
+                request.output_token_ids.extend(extra[SENT])
+            index: int = add(request)
+            return index
+
+        batch.add_request = add_with_outputs
+        return True

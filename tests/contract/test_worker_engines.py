@@ -17,6 +17,8 @@ from engine_contract import (
     check_preempted_requests_go_on,
     contract_rig,
 )
+from hearing_contract import HEARING_CHECKS
+from migration_contract import MIGRATION_CHECKS
 from worker_rig import WORKER
 
 from fabric.contracts import SystemClock
@@ -36,7 +38,7 @@ def make_own_worker(model: ContractModel, plane: LocalPlane, inbox_bytes: int, *
     sink = LocalFeatureSink(hub, "worker", inbox_bytes)
     make_engine = functools.partial(OwnEngine, settings, model.family, language_model, clock)
     service = WorkerService(WORKER, settings, model.family, make_engine, plane, sink, clock)
-    return WorkerParts(service, sink, LocalFeatureSource(hub, "encoder", 1 << 22))
+    return WorkerParts(service, sink, LocalFeatureSource(hub, "encoder", 1 << 24))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen3_vl"])
@@ -45,9 +47,20 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[ContractRig]:
         yield made
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("check", CHECKS + MIGRATION_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
 async def test_contract(worker: ContractRig, check: Callable[[ContractRig], Awaitable[None]]) -> None:
     await check(worker)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def hearing_worker() -> AsyncIterator[ContractRig]:
+    async with contract_rig(contract_model("qwen3_omni"), make_own_worker, block_size=32, num_blocks=512) as made:
+        yield made
+
+
+@pytest.mark.parametrize("check", HEARING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+async def test_hearing(hearing_worker: ContractRig, check: Callable[[ContractRig], Awaitable[None]]) -> None:
+    await check(hearing_worker)
 
 
 async def test_preempted_requests_go_on() -> None:

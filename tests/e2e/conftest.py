@@ -69,6 +69,12 @@ def served(web: MediaWeb) -> Iterator[ClusterProcess]:
 
 
 @pytest.fixture(scope="session")
+def has_embeddings() -> bool:
+    """Says that `served` serves embeddings, which a cluster whose workers run vLLM does not."""
+    return True
+
+
+@pytest.fixture(scope="session")
 def client(served: ClusterProcess) -> Iterator[openai.OpenAI]:
     """Yields OpenAI's own client, which does not try again."""
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=120) as made:

@@ -14,6 +14,8 @@ import torch
 from contract_model import contract_model
 from engine_contract import CHECKS, ContractRig, contract_rig
 from gpu_report import has_vllm
+from hearing_contract import HEARING_CHECKS
+from migration_contract import MIGRATION_CHECKS
 
 if not has_vllm():
     pytest.skip("this environment has no vLLM", allow_module_level=True)
@@ -29,14 +31,18 @@ def make_worker(*arguments: Any, **options: Any) -> Any:
     return make_vllm_worker(*arguments, **options)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen3_vl"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen3_vl", "qwen3_omni"])
 async def worker(request: pytest.FixtureRequest) -> AsyncIterator[ContractRig]:
     async with contract_rig(contract_model(request.param), make_worker) as made:
         yield made
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize(
+    "check", CHECKS + MIGRATION_CHECKS + HEARING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_")
+)
 async def test_contract_of_vllm_on_a_gpu(worker: ContractRig, check: Callable[[ContractRig], Awaitable[None]]) -> None:
+    if check in HEARING_CHECKS and "audio" not in worker.model.family.max_items:
+        pytest.skip("the model hears nothing")
     await check(worker)
 
 

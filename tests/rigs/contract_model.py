@@ -1,11 +1,12 @@
-"""Makes tiny vision-language models with which any engine can be compared with transformers: prompts as a router makes
-them, features as an encoder makes them, and the reference's greedy answers.
+"""Makes tiny models that see, and one that hears as well, with which any engine can be compared with transformers:
+prompts as a router makes them, features as an encoder makes them, and the reference's greedy answers.
 
 The heads are wide enough for vLLM's attention on CPUs, which the models of the family table are not."""
 
 from __future__ import annotations
 
 import functools
+import json
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -16,13 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from chat_media import picture, png
-from family_row import FamilyRow
+from family_row import FILM, FamilyRow
+from family_rows_qwen3_omni import QWEN3_OMNI
 from family_rows_qwen_vl import QWEN2_5_VL, QWEN3_VL
+from lossless_files import RATE, mkv, wav
 from media_corpus import Clip, encode_video
 from served_family import served_family
+from sound_files import noise
 
+from deploy.demo.build import demo_checkpoint
 from fabric.contracts import MediaItem, PlaceholderRange, UnitKey
-from modalities.family import EncoderInput
+from modalities.family import EncoderInput, VideoHeader
 from modalities.media import plan_media
 from modalities.registry import REGISTRY
 from modalities.text import TextCodec
@@ -40,12 +45,24 @@ class ContractPrompt:
     media: tuple[MediaItem, ...]
     inputs: tuple[EncoderInput, ...]
     units: tuple[UnitKey, ...]
+    files: tuple[tuple[str, bytes], ...] = ()
+    """Holds the media by their kind in the family table, for the reference's own processor."""
 
 
 class Film(NamedTuple):
     """Is a part of a prompt: a short video, which has several units."""
 
     seed: int
+    has_sound: bool = False
+    """Says that the video has a sound track, which is an item of its own, whose rows stand among those of the video."""
+
+
+class Recording(NamedTuple):
+    """Is a part of a prompt: a sound. The reference's features of a sound shorter than a second depend on its
+    neighbours."""
+
+    seed: int
+    seconds: float = 2.33
 
 
 class ContractModel:
@@ -53,47 +70,70 @@ class ContractModel:
 
     def __init__(self, row: FamilyRow) -> None:
         torch.manual_seed(0)
-        self.name = row.name
+        self.name, self.row = row.name, row
         self.directory = FOLDER / row.name
         self.directory.mkdir(parents=True)
         video = row.files["video_preprocessor_config.json"]
         large = row.files | {
             "video_preprocessor_config.json": video | {"size": video["size"] | {"longest_edge": 2**21}}
         }
+        if row is QWEN3_OMNI:  # vLLM looks for the classes of the processors, which published checkpoints name.
+            for name, key, kind in (
+                ("preprocessor_config.json", "feature_extractor_type", "WhisperFeatureExtractor"),
+                ("video_preprocessor_config.json", "video_processor_type", "Qwen2VLVideoProcessor"),
+            ):
+                large[name] = large[name] | {key: kind}
         wide = replace(row, build=functools.partial(_build_wide, row), files=large)
         served = served_family(wide, self.directory)
         self.reference = served.reference.eval()
         self.family = REGISTRY.load_family(self.directory)
         self.codec = TextCodec.load(self.directory)
-        self.encoder = self.family.load_encoder(self.directory, "cpu", "float32", ("image", "video"))
+        self.encoder = self.family.load_encoder(self.directory, "cpu", "float32", tuple(self.family.max_items))
 
-    def prompt(self, *parts: str | int | Film | Sequence[int], size: tuple[int, int] = (160, 96)) -> ContractPrompt:
-        """Builds a prompt. `parts` holds texts, token ids, seeds of pictures, or videos."""
+    def prompt(
+        self, *parts: str | int | Film | Recording | Sequence[int], size: tuple[int, int] = (160, 96)
+    ) -> ContractPrompt:
+        """Builds a prompt. `parts` holds texts, token ids, seeds of pictures, videos, or sounds."""
         ids: list[int] = []
         media: list[MediaItem] = []
         plans: list[Any] = []
         inputs: list[EncoderInput] = []
+        files: list[tuple[str, bytes]] = []
         for part in parts:
             if isinstance(part, str):
                 ids += self.codec.encode(part)
-            elif isinstance(part, int | Film):
-                modality = "video" if isinstance(part, Film) else "image"
+            elif isinstance(part, int | Film | Recording):
+                modality, kind, data = _file(part, size)
                 ids += self._framed(modality)
-                data = film(part.seed) if isinstance(part, Film) else png(picture(part, *size))
+                files.append((kind, data))
                 header = REGISTRY.modality(modality).probe(data, "part")
-                media.append(plan_media(self.family, data, header, len(media), f"part.{len(media)}").item)
-                plans.append(self.family.plan(header))
-                inputs += self.family.preprocess(data, media[-1])
+                anchored = [(header, -1)]
+                if kind == FILM:
+                    assert isinstance(header, VideoHeader)
+                    assert header.sound is not None
+                    anchored.append((header.sound, len(media)))
+                for each, anchor in anchored:
+                    index = len(media)
+                    plan, item = plan_media(self.family, data, each, index, f"part.{index}", anchor=anchor)
+                    media.append(item)
+                    plans.append(plan)
+                    inputs += self.family.preprocess(data, item)
             else:
                 ids += part
         expanded = self.family.expand(ids, plans, self.codec.encode_inside)
         units = [unit for item in media for unit in item.unit_keys()]
         return ContractPrompt(
-            tuple(expanded.token_ids), tuple(expanded.placeholders), tuple(media), tuple(inputs), tuple(units)
+            tuple(expanded.token_ids),
+            tuple(expanded.placeholders),
+            tuple(media),
+            tuple(inputs),
+            tuple(units),
+            tuple(files),
         )
 
     def _framed(self, modality: str) -> list[int]:
-        marks = ("<|vision_start|>", self.family.placeholder_text(modality), "<|vision_end|>")
+        sense = "audio" if modality == "audio" else "vision"
+        marks = (f"<|{sense}_start|>", self.family.placeholder_text(modality), f"<|{sense}_end|>")
         return [self.codec.token_id(mark) for mark in marks]
 
     def text(self, num_tokens: int, first: int = 5) -> tuple[int, ...]:
@@ -112,18 +152,12 @@ class ContractModel:
 
     def generate(self, of: ContractPrompt, num_tokens: int) -> Any:
         ids = torch.tensor([of.token_ids])
-        media: dict[str, torch.Tensor] = {}
-        for modality, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-            items = [item for item in of.media if item.modality == modality]
-            if items:
-                units = [each for each in of.inputs if each.modality == modality]
-                media[key] = torch.cat([torch.from_numpy(each.pixels) for each in units])
-                media[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items])
-                if modality == "video" and self.name == "qwen2_5_vl":
-                    media["second_per_grid_ts"] = torch.tensor([item.row_seconds for item in items])
-        if of.media:
-            placeholders = [self._framed(modality)[1] for modality in ("image", "video")]
-            media["mm_token_type_ids"] = (ids == placeholders[0]).int() + 2 * (ids == placeholders[1]).int()
+        media: dict[str, Any] = {}
+        if self.row is QWEN3_OMNI:
+            assert self.row.process is not None
+            media = self.row.process(self.directory, of.files).inputs if of.files else {}
+        elif of.media:
+            media = self._seen(of, ids)
         with torch.inference_mode():
             return self.reference.generate(
                 input_ids=ids,
@@ -135,13 +169,39 @@ class ContractModel:
                 **media,
             )
 
+    def _seen(self, of: ContractPrompt, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the pictures and videos as arguments of the reference's `generate`."""
+        media: dict[str, torch.Tensor] = {}
+        for modality, key in (("image", "pixel_values"), ("video", "pixel_values_videos")):
+            items = [item for item in of.media if item.modality == modality]
+            if items:
+                units = [each for each in of.inputs if each.modality == modality]
+                media[key] = torch.cat([torch.from_numpy(each.pixels) for each in units])
+                media[f"{modality}_grid_thw"] = torch.tensor([item.grid for item in items])
+                if modality == "video" and self.name == "qwen2_5_vl":
+                    media["second_per_grid_ts"] = torch.tensor([item.row_seconds for item in items])
+        placeholders = [self._framed(modality)[1] for modality in ("image", "video")]
+        media["mm_token_type_ids"] = (ids == placeholders[0]).int() + 2 * (ids == placeholders[1]).int()
+        return media
+
 
 @functools.cache
-def film(seed: int) -> bytes:
+def film(seed: int, has_sound: bool = False) -> bytes:
     """Returns a video of 24 frames in which a picture moves sideways."""
     ground = np.asarray(picture(seed).resize((252, 252)))
     frames = [np.ascontiguousarray(np.roll(ground, 9 * index, axis=1)) for index in range(24)]
+    if has_sound:
+        return mkv(np.stack(frames), 4, noise(6 * RATE, seed))
     return encode_video(frames, Clip(width=252, height=252, num_frames=24, fps=4))
+
+
+def _file(part: int | Film | Recording, size: tuple[int, int]) -> tuple[str, str, bytes]:
+    """Returns the modality of a medium, its kind in the family table, and its file."""
+    if isinstance(part, Film):
+        return "video", FILM if part.has_sound else "video", film(part.seed, part.has_sound)
+    if isinstance(part, Recording):
+        return "audio", "audio", wav(noise(round(part.seconds * RATE), part.seed))
+    return "image", "image", png(picture(part, *size))
 
 
 def _build_wide(row: FamilyRow) -> Any:
@@ -152,13 +212,17 @@ def _build_wide(row: FamilyRow) -> Any:
     if getattr(text, "head_dim", None) is not None:
         text.head_dim = HEAD_DIM
     text.rope_parameters = text.rope_parameters | {"mrope_section": [4, 6, 6]}
+    tokens = json.loads((demo_checkpoint() / "config.json").read_text())["thinker_config"]
+    for key in ("audio_token_id", "audio_start_token_id", "audio_end_token_id"):
+        if "audio" in row.modalities:
+            setattr(config, key, tokens[key])
     return type(row.build())(config)
 
 
 @functools.cache
 def contract_model(name: str) -> ContractModel:
-    """Returns the model `qwen2_5_vl` or `qwen3_vl`."""
-    return ContractModel({row.name: row for row in (QWEN2_5_VL, QWEN3_VL)}[name])
+    """Returns the model `qwen2_5_vl`, `qwen3_vl` or `qwen3_omni`."""
+    return ContractModel({row.name: row for row in (QWEN2_5_VL, QWEN3_VL, QWEN3_OMNI)}[name])
 
 
 def remove_contract_models() -> None:

@@ -387,20 +387,6 @@ async def check_choices_share_the_prompt(r: ContractRig) -> None:
     await r.assert_idle()
 
 
-async def check_a_migrated_request_goes_on(r: ContractRig) -> None:
-    of = r.model.prompt(r.text(33), 19, r.text(7))
-    answer = r.model.answer(of, 10)
-    for num_sent in (1, 5, 9, 10):
-        request = r.request(of, 10, attempt=1, emitted=(tuple(answer[:num_sent]),), cache_salt=f"{num_sent}")
-        key = (request.request_id, 1, 0)
-        r.router.tokens[key] = list(answer[:num_sent])
-        result = await r.run(request, of)
-        assert result.error is None
-        assert r.router.tokens[key] == answer
-        assert result.choices[0].num_tokens == 10
-    await r.assert_idle()
-
-
 async def check_ids_and_counts_end_an_answer(r: ContractRig) -> None:
     of = r.model.prompt(r.text(21))
     answer = r.model.answer(of, 12)

@@ -50,6 +50,7 @@ def make_vllm_worker(
         is_prefix_cache_enabled=True,
         num_ranks=num_ranks,
         has_towers=shape.num_levels > 1,
+        modalities=tuple(model.family.max_items),
         options={
             "enforce_eager": True,
             "pipeline_parallel_size": num_stages,
@@ -76,7 +77,7 @@ def make_vllm_worker(
     clock = SystemClock()
     make_engine = functools.partial(VllmEngine, settings, model.family, make_core, clock)
     service = WorkerService(WORKER, settings, model.family, make_engine, plane, sink, clock)
-    return WorkerParts(service, sink, NixlFeatureSource("encoder-0", 1 << 22))
+    return WorkerParts(service, sink, NixlFeatureSource("encoder-0", 1 << 24))
 
 
 def with_room_between_stages(make_core: Callable[[Callable[[], None]], Any]) -> Callable[[Callable[[], None]], Any]:

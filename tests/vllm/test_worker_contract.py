@@ -19,13 +19,17 @@ from engine_contract import (
     check_preempted_requests_go_on,
     contract_rig,
 )
+from hearing_contract import HEARING_CHECKS
+from migration_contract import MIGRATION_CHECKS
 from vllm_rig import make_vllm_worker
 
 pytestmark = [pytest.mark.torch, pytest.mark.nixl, pytest.mark.asyncio(loop_scope="module")]
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen2_5_vl with overlapping steps", "qwen3_vl"]
+    scope="module",
+    loop_scope="module",
+    params=["qwen2_5_vl", "qwen2_5_vl with overlapping steps", "qwen3_vl", "qwen3_omni"],
 )
 async def worker(request: pytest.FixtureRequest) -> AsyncIterator[ContractRig]:
     name, _, is_overlapping = request.param.partition(" with ")
@@ -33,8 +37,12 @@ async def worker(request: pytest.FixtureRequest) -> AsyncIterator[ContractRig]:
         yield made
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize(
+    "check", CHECKS + MIGRATION_CHECKS + HEARING_CHECKS, ids=lambda check: check.__name__.removeprefix("check_")
+)
 async def test_contract(worker: ContractRig, check: Callable[[ContractRig], Awaitable[None]]) -> None:
+    if check in HEARING_CHECKS and "audio" not in worker.model.family.max_items:
+        pytest.skip("the model hears nothing")
     await check(worker)
 
 

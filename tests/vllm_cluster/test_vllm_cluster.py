@@ -9,8 +9,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import psutil
 import pytest
 from chat_media import data_url, picture, png
 from cluster_process import ClusterProcess, eventually, pids, start_cluster
@@ -46,11 +47,21 @@ def cluster() -> Iterator[ClusterProcess]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def own_answers() -> dict[str, str]:
+class OwnAnswers(NamedTuple):
     """Holds what a cluster with Weft's own engine answers."""
+
+    texts: dict[str, str]
+    logprobs: dict[str, list[dict[str, Any] | None]]
+    """Holds the log-probabilities of prompts."""
+
+
+@pytest.fixture(scope="module")
+def own() -> OwnAnswers:
     with start_cluster(**sections(replicas=1)) as running:
-        return {name: ask(running, content)["choices"][0]["message"]["content"] for name, content in QUESTIONS.items()}
+        return OwnAnswers(
+            {name: ask(running, content)["choices"][0]["message"]["content"] for name, content in QUESTIONS.items()},
+            {name: prompt_logprobs(running, content) for name, content in QUESTIONS.items()},
+        )
 
 
 def image(seed: int) -> dict[str, Any]:
@@ -82,10 +93,34 @@ def ask(cluster: ClusterProcess, content: Any, **fields: Any) -> dict[str, Any]:
     return response.json()
 
 
-def test_answers_are_those_of_the_other_engine(cluster: ClusterProcess, own_answers: dict[str, str]) -> None:
+def prompt_logprobs(cluster: ClusterProcess, content: Any) -> list[dict[str, Any] | None]:
+    """Returns the log-probabilities of a prompt's tokens, with two alternatives at each place."""
+    found: list[dict[str, Any] | None] = ask(cluster, content, prompt_logprobs=2)["prompt_logprobs"]
+    return found
+
+
+def test_answers_are_those_of_the_other_engine(cluster: ClusterProcess, own: OwnAnswers) -> None:
     for _ in range(2):
         for name, content in QUESTIONS.items():
-            assert ask(cluster, content)["choices"][0]["message"]["content"] == own_answers[name], name
+            assert ask(cluster, content)["choices"][0]["message"]["content"] == own.texts[name], name
+
+
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_log_probabilities_of_prompts_are_those_of_the_other_engine(
+    cluster: ClusterProcess, own: OwnAnswers, name: str
+) -> None:
+    """The prompts are longer than a step, and those with pictures wait at their doorstep."""
+    found = prompt_logprobs(cluster, QUESTIONS[name])
+    assert found[0] is None
+    for ours, theirs in zip(own.logprobs[name], found, strict=True):
+        if ours is None or theirs is None:
+            assert ours == theirs
+            continue
+        assert ours.keys() == theirs.keys()
+        for token, one in ours.items():
+            other = theirs[token]
+            assert (one["rank"], one["decoded_token"]) == (other["rank"], other["decoded_token"])
+            assert other["logprob"] == pytest.approx(one["logprob"], abs=2e-3)
 
 
 def test_what_repeats_is_found_in_the_prefix_cache(cluster: ClusterProcess) -> None:
@@ -128,7 +163,8 @@ def test_what_a_request_may_carry(cluster: ClusterProcess) -> None:
 
 
 def stream(cluster: ClusterProcess, content: Any, kill: str) -> str:
-    """Streams a long answer. Kills the member of the kind `kill` that serves it when the first words are there."""
+    """Streams a long answer. When the first words are there, kills the worker that serves it, or a rank of it, which is
+    a process that vLLM has started."""
     body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 600, "temperature": 0}
     words = ""
     with cluster.client() as client, client.stream("POST", CHAT, json=body | {"stream": True}) as response:
@@ -140,7 +176,8 @@ def stream(cluster: ClusterProcess, content: Any, kill: str) -> str:
             assert "error" not in chunk, chunk
             words += chunk["choices"][0]["delta"].get("content") or ""
             if words and kill:
-                os.kill(serving(cluster, chunk["id"], kill), signal.SIGKILL)
+                worker = serving(cluster, chunk["id"], "worker")
+                os.kill(worker if kill == "worker" else rank_of(worker), signal.SIGKILL)
                 kill = ""
     assert not kill, "the answer ended before its first words"
     return words
@@ -156,19 +193,35 @@ def serving(cluster: ClusterProcess, completion_id: str, kind: str) -> int:
     return int(pid)
 
 
-@pytest.mark.parametrize("content", ["Tell me a long story.", [image(5), text("Tell me a long story.")]])
-def test_a_stream_survives_a_killed_worker(cluster: ClusterProcess, content: Any) -> None:
+def rank_of(worker: int) -> int:
+    """Returns the process of a rank of a worker."""
+    (rank,) = [each.pid for each in psutil.Process(worker).children() if "VLLM" in " ".join(each.cmdline())]
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("kill", "content"),
+    [
+        ("worker", "Tell me a long story."),
+        ("worker", [image(5), text("Tell me a long story.")]),
+        ("rank", [image(7), text("Tell me a long story.")]),
+    ],
+)
+def test_a_stream_survives_a_killed_worker_and_a_killed_rank(cluster: ClusterProcess, kill: str, content: Any) -> None:
+    """The worker counts as lost, its request moves to the other one, and Serve replaces it."""
     whole = ask(cluster, content, max_tokens=600)["choices"][0]["message"]["content"]
-    assert stream(cluster, content, "worker") == whole
+    before = set(pids(cluster, "worker"))
+    assert stream(cluster, content, kill) == whole
+    eventually(lambda: len(set(pids(cluster, "worker")) - before) == 1, timeout_s=300)
     eventually(lambda: len(pids(cluster, "worker")) == 2, timeout_s=300)
 
 
-def test_a_killed_encoder_is_replaced(cluster: ClusterProcess, own_answers: dict[str, str]) -> None:
+def test_a_killed_encoder_is_replaced(cluster: ClusterProcess, own: OwnAnswers) -> None:
     (pid,) = pids(cluster, "encoder").values()
     os.kill(pid, signal.SIGKILL)
     fresh = [image(6), text("What do you see?")]
     assert ask(cluster, fresh)["choices"][0]["message"]["content"]
-    assert ask(cluster, QUESTIONS["a picture"])["choices"][0]["message"]["content"] == own_answers["a picture"]
+    assert ask(cluster, QUESTIONS["a picture"])["choices"][0]["message"]["content"] == own.texts["a picture"]
 
 
 def test_everything_is_free_afterwards(cluster: ClusterProcess) -> None:

@@ -18,7 +18,7 @@ import { z } from "zod";
 
 const model = "weft-demo";
 const baseURL = `${process.argv[2]}/v1`;
-const { image, question, imageUrl, sounds } = JSON.parse(readFileSync(0, "utf8"));
+const { image, question, imageUrl, sounds, hasEmbeddings } = JSON.parse(readFileSync(0, "utf8"));
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const greeting = [{ role: "user", content: "Hello" }];
 const parameters = {
@@ -179,7 +179,6 @@ async function others() {
   const response = await client.responses.create({ model, input: "Hello", temperature: 0 });
   const stream = client.responses.stream({ model, input: "Hello", temperature: 0 });
   const deltas = await textOf(stream, (event) => (event.type === "response.output_text.delta" ? event.delta : ""));
-  const embeddings = await client.embeddings.create({ model, input: ["A red circle", "A blue square"] });
   const models = [];
   for await (const each of client.models.list()) models.push(each.id);
   return {
@@ -187,9 +186,14 @@ async function others() {
     response: response.output_text,
     responseDeltas: deltas,
     responseFinal: (await stream.finalResponse()).output_text,
-    embeddingSizes: embeddings.data.map((each) => each.embedding.length),
     models,
   };
+}
+
+async function embeddingSizes() {
+  if (!hasEmbeddings) return [];
+  const embeddings = await client.embeddings.create({ model, input: ["A red circle", "A blue square"] });
+  return embeddings.data.map((each) => each.embedding.length);
 }
 
 async function errors() {
@@ -211,12 +215,18 @@ async function errors() {
 
 const seenSchema = z.object({ shape: z.enum(["circle", "square"]), count: z.literal([1, 2, 3]) });
 
-/** Asks the Vercel AI SDK for embeddings and a transcript. */
-async function vercelOthers(provider) {
+/** Asks the Vercel AI SDK for the sizes of two embeddings. */
+async function vercelSizes(provider) {
+  if (!hasEmbeddings) return [];
   const one = await embedMany({ model: provider.textEmbeddingModel(model), values: ["A red circle", "A blue square"] });
+  return one.embeddings.map((each) => each.length);
+}
+
+/** Asks the Vercel AI SDK for a transcript. */
+async function vercelTranscript(provider) {
   const [word, data] = Object.entries(sounds)[0];
   const heard = await transcribe({ model: provider.transcription(model), audio: Buffer.from(data, "base64") });
-  return { sizes: one.embeddings.map((each) => each.length), word, heard: heard.text };
+  return { word, heard: heard.text };
 }
 
 /** Asks one model of the Vercel AI SDK for a text, a stream, an object, and a call of a tool. */
@@ -269,10 +279,12 @@ const answers = {
   responses: await responses(),
   transcripts: await transcripts(),
   others: await others(),
+  embeddingSizes: await embeddingSizes(),
   errors: await errors(),
   vercelResponses: await vercel(openai(model)),
   vercelChat: await vercel(openai.chat(model)),
-  vercelOthers: await vercelOthers(openai),
+  vercelTranscript: await vercelTranscript(openai),
+  vercelSizes: await vercelSizes(openai),
   vercelCompatible: await vercel(compatible(model)),
 };
 console.log(JSON.stringify(answers));

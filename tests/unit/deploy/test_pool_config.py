@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from modalities_files import thinker_config, write_config
 
-from deploy import compose
+from deploy import compose, worker_pools
 from deploy.cli import main
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
@@ -127,9 +127,12 @@ def test_what_a_pool_may_not_say_is_refused_by_name(text: str, message: str) -> 
     assert message in refused(text)
 
 
-def test_the_model_is_checked_for_the_engine_and_the_ranks_of_each_pool(tmp_path: Path) -> None:
+def test_the_model_is_checked_for_the_engine_and_the_ranks_of_each_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory = write_config(tmp_path, thinker_config())
-    with pytest.raises(ConfigError, match=r"^more_workers\.b\.engine is vllm, which takes no audio here"):
+    monkeypatch.setattr(worker_pools, "VLLM_MEDIA_FAMILIES", ("qwen2_vl",))
+    with pytest.raises(ConfigError, match=r"^more_workers\.b\.engine is vllm, which takes media of qwen2_vl here"):
         compose.load_model(parsed(more_workers={"b": {"engine": "vllm"}}), directory)
     with pytest.raises(ConfigError, match=r"^more_workers\.b\.tensor_parallel is 3, which does not divide"):
         compose.load_model(parsed(more_workers={"b": {"tensor_parallel": 3}}), directory)

@@ -114,13 +114,14 @@ def test_speech_with_vllm_is_refused_by_name(tmp_path: Path, capsys: Captured) -
     assert "serve without --in-process" in capsys.readouterr().err
 
 
-def test_a_model_that_hears_is_refused_by_name(tmp_path: Path, capsys: Captured) -> None:
-    """The demo model hears."""
-    file = tmp_path / "weft.yaml"
-    file.write_text("workers: {engine: vllm}\n")
-    assert main(["check", str(file)]) == 1
-    said = f"{file}: workers.engine is vllm, which takes no audio here, but qwen3_omni does; use workers.engine: weft"
-    assert said in capsys.readouterr().err
+def test_a_model_that_can_speak_is_said_to_answer_in_text(tmp_path: Path, capsys: Captured) -> None:
+    """The demo model can speak."""
+    said = "the model can speak, but workers with vLLM answer in text alone; spoken answers need workers.engine: weft"
+    for engine, is_said in (("vllm", True), ("weft", False)):
+        file = tmp_path / "weft.yaml"
+        file.write_text(f"workers: {{engine: {engine}}}\n")
+        assert main(["check", str(file)]) == 0
+        assert (said in capsys.readouterr().out) == is_said
 
 
 def test_media_of_a_family_that_was_not_tried_are_refused_by_name(
