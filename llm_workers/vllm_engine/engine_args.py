@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fabric.contracts import ConfigError
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
@@ -37,6 +37,10 @@ RESERVED_TO_REASON: Mapping[str, str] = {
     "limit_mm_per_prompt": "media.limit_mm_per_prompt says it",
     "enable_mm_embeds": "features come from the encoder pool",
     "runner": "a worker generates",
+    "enable_lora": "model.adapters names the adapters",
+    "lora_target_modules": "an adapter is served whole",
+    "enable_tower_connector_lora": "all adapters share the features of the encoder pool",
+    "default_mm_loras": "clients choose an adapter by its name",
 }
 """Maps each option that Weft decides to the reason that the error gives."""
 ENVIRONMENT: Mapping[str, str] = {
@@ -69,6 +73,10 @@ class VllmSettings:
     has_towers: bool = True
     """Says whether vLLM loads the model's encoders although it never runs them: it has to for models with DeepStack."""
     is_multimodal: bool = True
+    num_adapters: int = 0
+    """Counts the LoRA adapters."""
+    max_adapter_rank: int = 0
+    """Is the largest rank of an adapter."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -129,6 +137,8 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
         own["skip_mm_profiling"] = True
         if not settings.has_towers:
             own |= {"limit_mm_per_prompt": {"image": 0, "video": 0}, "enable_mm_embeds": True}
+    if settings.num_adapters:
+        own |= _lora_options(settings)
     try:
         config = AsyncEngineArgs(**{**own, **settings.options}).create_engine_config()
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -137,6 +147,25 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
     kind = "OverlappingDoorstepScheduler" if is_overlapping else "DoorstepScheduler"
     config.scheduler_config.scheduler_cls = f"{_PACKAGE}.doorstep_scheduler.{kind}"
     return config
+
+
+def _lora_options(settings: VllmSettings) -> dict[str, Any]:
+    """Returns vLLM's options for the adapters: all of them may be in one step, and stay in memory, unless the operator
+    says otherwise. Raises ConfigError for a rank that vLLM does not take."""
+    from vllm.config.lora import MaxLoRARanks
+
+    taken, asked = sorted(get_args(MaxLoRARanks)), settings.options.get("max_lora_rank")
+    if settings.max_adapter_rank > taken[-1]:
+        raise ConfigError(f"an adapter has rank {settings.max_adapter_rank}, and vLLM takes {taken[-1]} at most")
+    if asked is not None and asked < settings.max_adapter_rank:
+        raise ConfigError(f"workers.vllm.max_lora_rank is {asked}, but an adapter has rank {settings.max_adapter_rank}")
+    most_at_once = int(settings.options.get("max_loras", settings.num_adapters))
+    return {
+        "enable_lora": True,
+        "max_loras": most_at_once,
+        "max_cpu_loras": max(most_at_once, settings.num_adapters),
+        "max_lora_rank": next(rank for rank in taken if rank >= settings.max_adapter_rank),
+    }
 
 
 def core_maker(config: Any, sink: RankedSink) -> Callable[[Callable[[], None]], Any]:
