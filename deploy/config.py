@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from deploy.adapter_keys import MAX_ADAPTERS, AdapterName, AdapterSource, check_adapter_keys
 from deploy.config_values import (
     Blocks,
     Bytes,
@@ -53,6 +54,9 @@ class ModelSection(Section):
     reads, the one first that was opened longest ago. None means no limit; `weft node clean` removes models by hand."""
     name: str | None = None
     """Clients use this name for the model; it defaults to the directory's name."""
+    adapters: dict[AdapterName, AdapterSource] = Field({}, max_length=MAX_ADAPTERS)
+    """Maps the names of LoRA adapters, for which clients ask as for a model, to directories in the form of peft or to
+    URLs as in `path`. They need `workers.engine: vllm` (docs/vllm.md)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = default_of(RouterConfig, "feature_dtype")
     """Sets the dtype of weights, KV pages and features. `auto` means the checkpoint's own dtype, or float32 if
     everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
@@ -559,6 +563,12 @@ class ClusterConfig(Section):
                 raise ValueError(
                     f"workers.{name} needs workers.engine: weft; vLLM has options of its own (workers.vllm)"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> ClusterConfig:
+        model, workers = self.model, self.workers
+        check_adapter_keys(model.adapters, model.name, model.embeddings, workers.engine, workers.vllm)
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,60 @@
+"""Defines the values of `model.adapters`, and checks them against the other keys of the config.
+
+The module reads no file: `deploy.lora_adapters` finds the adapters and reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field
+
+from deploy.config_values import ModelPath
+
+MAX_ADAPTERS = 256
+OPTIONS = (
+    "max_loras",
+    "max_cpu_loras",
+    "max_lora_rank",
+    "lora_dtype",
+    "fully_sharded_loras",
+    "specialize_active_lora",
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+)
+"""Lists the options of vLLM that say how adapters are computed, and nothing without any."""
+
+
+def _absolute(source: Path | str) -> Path | str:
+    return source.absolute() if isinstance(source, Path) else source
+
+
+AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.:@/-]*[A-Za-z0-9_.:@-])?$", max_length=128)]
+"""Is a name for which clients ask as for a model."""
+AdapterSource = Annotated[ModelPath, AfterValidator(_absolute)]
+"""Is a folder, or the text of a URL. A relative path counts from the folder in which the config is read, because
+replicas run in other folders."""
+
+
+def check_adapter_keys(
+    adapters: Mapping[str, Path | str], model_name: str | None, embeddings: str, engine: str, options: Mapping[str, Any]
+) -> None:
+    """Raises ValueError if the rest of the config has no use for adapters, or takes one of their names. `options` are
+    those of vLLM."""
+    if not adapters:
+        if idle := [name for name in OPTIONS if name in options]:
+            raise ValueError(f"workers.vllm.{idle[0]} is set, but there are no adapters (model.adapters)")
+        return
+    if engine != "vllm":
+        raise ValueError(
+            f"model.adapters has {', '.join(adapters)}, but workers.engine is {engine}, which computes no adapters; "
+            "set workers.engine: vllm"
+        )
+    if embeddings != "off":
+        raise ValueError(
+            f"model.embeddings is {embeddings}, but workers with vLLM, which model.adapters needs, give no embeddings"
+        )
+    if model_name in adapters:
+        raise ValueError(f"model.adapters has the name {model_name}, which model.name gives to the model itself")
