@@ -11,6 +11,8 @@ from lora_files import write_adapter
 from modalities_files import write_config
 from pydantic import ValidationError
 
+from deploy import compose
+from deploy.cli import main
 from deploy.config import ClusterConfig
 from deploy.lora_adapters import open_adapters
 from fabric.contracts import ConfigError
@@ -124,9 +126,8 @@ def test_the_name_of_the_models_directory_is_taken(tmp_path: Path, model_dir: Pa
 def test_check_names_an_adapter_of_another_model(tmp_path: Path, model_dir: Path, capsys: Captured) -> None:
     adapter = write_adapter(tmp_path / "poet", {"model.layers.3.mlp.up_proj": (96, 64)}, 4)
     file = tmp_path / "weft.yaml"
-    file.write_text(
-        f"model: {{path: {model_dir}, adapters: {{poet: {adapter}}}}}\nworkers: {{engine: vllm}}\nencoders: {{replicas: 0}}\n"
-    )
+    model = f"model: {{path: {model_dir}, adapters: {{poet: {adapter}}}}}"
+    file.write_text(f"{model}\nworkers: {{engine: vllm}}\nencoders: {{replicas: 0}}\n")
     assert main(["check", str(file)]) == 1
     said = capsys.readouterr().err
     assert f"{file}: model.adapters.poet: {adapter}/adapter_model.safetensors: this model has no model.layers.3" in said
