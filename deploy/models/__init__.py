@@ -6,8 +6,8 @@ the others wait, and what a killed process has left is used. `model_leases` keep
 `cache_cleaning` removes other models, by a limit or when somebody asks for it. `download` runs a download in a process
 of its own, because the libraries read their settings once, when they are imported. LoRA adapters come in the same way.
 
-`deploy.compose` fetches models, `deploy.lora_adapters` adapters, and `deploy.commands.node_models` cleans. The folder knows nothing of what the files
-contain.
+`deploy.compose` fetches models, `deploy.lora_adapters` fetches adapters, and `deploy.commands.node_models` cleans. The
+folder knows nothing of what the files contain.
 """
 
 from deploy.models.cache_cleaning import CachedModel, CleaningRule, cached_models, remove, superfluous

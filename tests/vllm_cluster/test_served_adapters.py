@@ -101,7 +101,7 @@ def ask(client: openai.OpenAI, question: Question, name: str, num_tokens: int = 
 
 def test_the_library_lists_the_adapters(client: openai.OpenAI, adapters: Mapping[str, Path]) -> None:
     listed = {model.id: model for model in client.models.list()}
-    assert list(listed) == list(NAMES)
+    assert (next(iter(listed)), set(listed)) == ("tiny", set(NAMES))
     for name, directory in adapters.items():
         extra = client.models.retrieve(name).model_extra
         assert extra is not None
@@ -109,9 +109,7 @@ def test_the_library_lists_the_adapters(client: openai.OpenAI, adapters: Mapping
 
 
 def test_an_unknown_name_is_not_found(client: openai.OpenAI) -> None:
-    with pytest.raises(
-        openai.NotFoundError, match="the model `singer` does not exist; this server serves `tiny`, `poet`"
-    ):
+    with pytest.raises(openai.NotFoundError, match="the model `singer` does not exist; this server serves `tiny`, `"):
         ask(client, Question("Hello."), "singer")
 
 
@@ -132,9 +130,13 @@ def test_each_adapter_answers_as_its_reference(
 def test_a_picture_is_encoded_once_and_no_prompt_is_shared(cluster: ClusterProcess, client: openai.OpenAI) -> None:
     question = Question("A beginning that is long enough for several blocks of the cache. " * 3, 23, "What is it?")
     before = cluster.total("weft_encoder_items_encoded_total")
-    cached = {name: ask(client, question, name).usage.prompt_tokens_details.cached_tokens for name in NAMES}
-    again = {name: ask(client, question, name).usage.prompt_tokens_details.cached_tokens for name in NAMES}
-    assert all(again[name] > cached[name] + 64 for name in NAMES), "the router did not find the prompts"
+
+    def num_cached(name: str) -> int:
+        return int(ask(client, question, name).usage.prompt_tokens_details.cached_tokens)
+
+    assert {name: num_cached(name) for name in NAMES} == dict.fromkeys(NAMES, 0)
+    for name in NAMES:
+        eventually(lambda name=name: num_cached(name) > 64)
     assert cluster.total("weft_encoder_items_encoded_total") - before == 1
 
 
@@ -153,8 +155,8 @@ def test_an_adapters_request_survives_a_killed_worker(
         if tokens and not is_killed:
             os.kill(serving_worker(cluster, chunk.id), signal.SIGKILL)
             is_killed = True
+    assert is_killed
     assert tokens == question.answer(references["poet"], 500)
-    eventually(lambda: len(pids(cluster, "worker")) == 2, timeout_s=300)
 
 
 def serving_worker(cluster: ClusterProcess, completion_id: str) -> int:
@@ -169,7 +171,9 @@ def test_a_broken_adapter_is_named_before_anything_starts(adapters: Mapping[str,
     given = json.loads((adapters["poet"] / "adapter_config.json").read_text())
     broken = write_adapter(tmp_path / "broken", {"model.visual.blocks.0.attn.qkv": (96, 32)}, 4)
     (broken / "adapter_config.json").write_text(json.dumps(given))
-    with launched(**sections({"broken": broken})) as starting:
+    given_sections = sections({"broken": broken})
+    del given_sections["workers"]["vllm"]  # Asking vLLM about its options takes longer than the adapter's check.
+    with launched(**given_sections) as starting:
         assert starting.process.wait(120) != 0
         said = starting.log.read_text()
         assert "model.adapters.broken" in said
