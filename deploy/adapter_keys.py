@@ -39,10 +39,15 @@ replicas run in other folders."""
 
 
 def check_adapter_keys(
-    adapters: Mapping[str, Path | str], model_name: str | None, embeddings: str, engine: str, options: Mapping[str, Any]
+    adapters: Mapping[str, Path | str],
+    model_name: str | None,
+    embeddings: str,
+    engine: str,
+    device: str,
+    options: Mapping[str, Any],
 ) -> None:
-    """Raises ValueError if the rest of the config has no use for adapters, or takes one of their names. `options` are
-    those of vLLM."""
+    """Raises ValueError if the rest of the config has no use for adapters, or takes one of their names. `engine`,
+    `device` and vLLM's `options` are those of workers."""
     if not adapters:
         if idle := [name for name in OPTIONS if name in options]:
             raise ValueError(f"workers.vllm.{idle[0]} is set, but there are no adapters (model.adapters)")
@@ -56,5 +61,7 @@ def check_adapter_keys(
         raise ValueError(
             f"model.embeddings is {embeddings}, but workers with vLLM, which model.adapters needs, give no embeddings"
         )
+    if device == "cpu" and "max_loras" in options:
+        raise ValueError("workers.vllm.max_loras can't be set on a CPU, where each adapter needs a place of its own")
     if model_name in adapters:
         raise ValueError(f"model.adapters has the name {model_name}, which model.name gives to the model itself")

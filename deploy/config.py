@@ -568,7 +568,8 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _check_adapters(self) -> ClusterConfig:
         model, workers = self.model, self.workers
-        check_adapter_keys(model.adapters, model.name, model.embeddings, workers.engine, workers.vllm)
+        engine, device = workers.engine, workers.device
+        check_adapter_keys(model.adapters, model.name, model.embeddings, engine, device, workers.vllm)
         return self
 
     @model_validator(mode="after")

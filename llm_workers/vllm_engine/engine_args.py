@@ -152,19 +152,13 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
 
 def _lora_options(settings: VllmSettings) -> dict[str, Any]:
     """Returns vLLM's options for the adapters: all of them may be in one step, and stay in memory, unless the operator
-    says otherwise. Raises ConfigError for options that do not fit.
+    says otherwise. `deploy` has compared the operator's options with the adapters.
 
     On a CPU there is one place more than adapters, which stays empty: vLLM's operators there compute the rows of
     requests without an adapter with the last place, where the kernels for GPUs leave them out."""
     from vllm.config.lora import MaxLoRARanks
 
-    taken, asked = sorted(get_args(MaxLoRARanks)), settings.options.get("max_lora_rank")
-    if settings.max_adapter_rank > taken[-1]:
-        raise ConfigError(f"an adapter has rank {settings.max_adapter_rank}, and vLLM takes {taken[-1]} at most")
-    if asked is not None and asked < settings.max_adapter_rank:
-        raise ConfigError(f"workers.vllm.max_lora_rank is {asked}, but an adapter has rank {settings.max_adapter_rank}")
-    if settings.is_on_cpu and "max_loras" in settings.options:
-        raise ConfigError("workers.vllm.max_loras can't be set on a CPU, where each adapter needs a place of its own")
+    taken = sorted(get_args(MaxLoRARanks))
     most_at_once = int(settings.options.get("max_loras", settings.num_adapters + settings.is_on_cpu))
     return {
         "enable_lora": True,

@@ -163,3 +163,14 @@ async def test_a_broken_adapter_fails_at_the_start(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"vLLM can't load the adapter clerk \(.*/clerk\)"):
         async with contract_rig(model, make_vllm_worker, adapters=adapters):
             pass
+
+
+async def test_a_module_that_vllm_would_leave_out_fails_at_the_start(tmp_path: Path) -> None:
+    """Older versions of transformers named the layers of such a model so, and vLLM does not know it for this family."""
+    model = contract_model("qwen3_vl")
+    shapes = {name.replace("language_model.", ""): shape for name, shape in layer_shapes(model).items()}
+    adapters = {"poet": write_adapter(tmp_path / "poet", shapes, 4)}
+    said = r"the adapter poet changes model\.layers\.0\..*, which vLLM does not find in this model"
+    with pytest.raises(ConfigError, match=said):
+        async with contract_rig(model, make_vllm_worker, adapters=adapters):
+            pass

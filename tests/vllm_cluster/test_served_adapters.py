@@ -128,7 +128,7 @@ def test_each_adapter_answers_as_its_reference(
 
 
 def test_a_picture_is_encoded_once_and_no_prompt_is_shared(cluster: ClusterProcess, client: openai.OpenAI) -> None:
-    question = Question("A beginning that is long enough for several blocks of the cache. " * 3, 23, "What is it?")
+    question = Question("A beginning that is long enough for several blocks of the cache. " * 6, 23, "What is it?")
     before = cluster.total("weft_encoder_items_encoded_total")
 
     def num_cached(name: str) -> int:
@@ -136,7 +136,7 @@ def test_a_picture_is_encoded_once_and_no_prompt_is_shared(cluster: ClusterProce
 
     assert {name: num_cached(name) for name in NAMES} == dict.fromkeys(NAMES, 0)
     for name in NAMES:
-        eventually(lambda name=name: num_cached(name) > 64)
+        eventually(lambda name=name: num_cached(name) > 96)
     assert cluster.total("weft_encoder_items_encoded_total") - before == 1
 
 

@@ -32,6 +32,7 @@ def config(adapters: dict[str, Any], workers: dict[str, Any] | None = None, **mo
         ({"poet": "/a"}, {}, {}, "workers.engine is weft, which computes no adapters; set workers.engine: vllm"),
         ({"poet": "/a"}, VLLM, {"embeddings": "last"}, "model.embeddings is last, but workers with vLLM"),
         ({"poet": "/a"}, VLLM, {"name": "poet"}, "the name poet, which model.name gives to the model itself"),
+        ({"poet": "/a"}, VLLM | {"vllm": {"max_loras": 2}}, {}, "max_loras can't be set on a CPU"),
         ({}, VLLM | {"vllm": {"max_loras": 2}}, {}, "workers.vllm.max_loras is set, but there are no adapters"),
         ({"": "/a"}, VLLM, {}, "should match pattern"),
         ({"a b": "/a"}, VLLM, {}, "should match pattern"),
@@ -76,6 +77,16 @@ def test_a_directory_that_is_none_is_named_with_its_node(tmp_path: Path) -> None
 def test_a_flaw_of_the_files_is_named_with_the_adapter(tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "poet", {"model.layers.0.mlp.up_proj": (4, 2)}, 2, use_dora=True)
     with pytest.raises(ConfigError, match=r"model\.adapters\.poet: .*poet/adapter_config\.json: .*DoRA"):
+        open_adapters(config({"poet": adapter}), tmp_path)
+
+
+def test_a_rank_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "poet", {"model.layers.0.mlp.up_proj": (4, 2)}, 24)
+    low = VLLM | {"vllm": {"max_lora_rank": 16}}
+    with pytest.raises(ConfigError, match=r"poet has rank 24, but workers\.vllm\.max_lora_rank is 16"):
+        open_adapters(config({"poet": adapter}, low), tmp_path)
+    write_adapter(adapter, {"model.layers.0.mlp.up_proj": (4, 2)}, 513)
+    with pytest.raises(ConfigError, match="poet has rank 513, but vLLM takes at most 512"):
         open_adapters(config({"poet": adapter}), tmp_path)
 
 
@@ -133,3 +144,6 @@ def test_check_names_an_adapter_of_another_model(tmp_path: Path, model_dir: Path
     assert f"{file}: model.adapters.poet: {adapter}/adapter_model.safetensors: this model has no model.layers.3" in said
     write_adapter(adapter, LAYER, 4)
     assert main(["check", str(file)]) == 0
+    adapter.rename(tmp_path / "elsewhere")
+    assert main(["check", str(file)]) == 0, "as for a model that is not here"
+    assert f"model.adapters.poet is {adapter}, which is not a directory on" in capsys.readouterr().out
