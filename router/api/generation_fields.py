@@ -27,8 +27,8 @@ MAX_LISTED_FIELDS = 64
 MAX_DEADLINE_MS = 3_600_000
 MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARS = 256
-MAX_NAMED_MODELS = 8
-"""Limits the names of models in the error for an unknown one."""
+NAMED_MODELS = 8
+"""The error for an unknown model names this many that are served."""
 
 
 class StreamOptions(BaseModel):
@@ -239,7 +239,7 @@ def check_model(wanted: str, config: RouterConfig) -> None:
 def model_not_found(wanted: str, config: RouterConfig) -> ModelNotFound:
     """Returns the error for a request of the model `wanted`, which is not served. It names what is, of many adapters
     the first ones."""
-    names = [f"`{name}`" for name in config.model_names[:MAX_NAMED_MODELS]]
+    names = [f"`{name}`" for name in config.model_names[:NAMED_MODELS]]
     num_more = len(config.adapters) + 1 - len(names)
     served = ", ".join([*names, f"and {num_more} more (`GET /v1/models`)"] if num_more else names)
     return ModelNotFound(f"the model `{wanted[:128]}` does not exist; this server serves {served}", param="model")
