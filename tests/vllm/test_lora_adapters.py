@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -43,11 +44,9 @@ def write_adapters(model: ContractModel, folder: Path) -> dict[str, Path]:
     return {name: write_adapter(folder / name, shapes, rank, seed=rank) for name, rank in ranks.items()}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen2_5_vl", "qwen3_vl"])
-async def adapted(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[AdaptedRig]:
-    model = contract_model(request.param)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def adapted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[AdaptedRig]:
+    model = contract_model("qwen2_5_vl")
     adapters = write_adapters(model, tmp_path_factory.mktemp("adapters"))
     references = {"": model} | {name: merged(model, each) for name, each in adapters.items()}
     async with contract_rig(model, make_vllm_worker, adapters=adapters) as rig:
@@ -143,14 +142,19 @@ async def test_an_unknown_adapter_is_refused_alone(adapted: AdaptedRig) -> None:
     await r.assert_idle()
 
 
-async def test_two_ranks_apply_an_adapter(tmp_path: Path) -> None:
-    model = contract_model("qwen2_5_vl")
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("qwen3_vl", {"num_ranks": 2, "is_overlapping": True}), ("qwen2_5_vl", {"num_stages": 2})]
+)
+async def test_ranks_and_stages_apply_an_adapter(tmp_path: Path, name: str, ranks: dict[str, Any]) -> None:
+    model = contract_model(name)
     adapters = write_adapters(model, tmp_path)
-    async with contract_rig(model, make_vllm_worker, adapters=adapters, num_ranks=2) as rig:
-        of = rig.model.prompt(rig.text(40), 1, rig.text(5))
-        request = rig.request(of, 8, adapter="poet")
-        await rig.run(request, of)
-        assert rig.tokens(request) == merged(model, adapters["poet"]).answer(of, 8)
+    async with contract_rig(model, make_vllm_worker, adapters=adapters, **ranks) as rig:
+        adapted = AdaptedRig(rig, {"": model} | {each: merged(model, adapters[each]) for each in adapters})
+        prompts = [rig.model.prompt(rig.text(40), 1, rig.text(5)), rig.model.prompt(rig.text(50))]
+        pairs = [(of, each) for of in prompts for each in NAMES]
+        answers = await asyncio.gather(*(adapted.ask(of, each) for of, each in pairs))
+        for (request, _), (of, each) in zip(answers, pairs, strict=True):
+            assert rig.tokens(request) == adapted.answer(of, each), each
         await rig.assert_idle()
 
 
