@@ -24,6 +24,7 @@ from deploy.compute_dtype import with_dtype
 from deploy.config import ClusterConfig, EncoderSection, LinkEndSection
 from deploy.http_limits import HttpLimits
 from deploy.logs import collect_library_logs
+from deploy.lora_adapters import pin_adapters
 from deploy.models import ModelUrl, fetch_model
 from deploy.process_setup import allow_many_files, ask_for_large_pages, keep_freed_memory
 from deploy.request_config import TenantSection
@@ -97,12 +98,13 @@ def _find_model(config: ClusterConfig, has_weights: bool) -> tuple[ClusterConfig
 
 
 def open_model(config: ClusterConfig, has_weights: bool = False) -> tuple[ClusterConfig, Model]:
-    """Returns the config with the dtype that `auto` stands for and the version of a model that has a URL, so that every
+    """Returns the config with the dtype that `auto` stands for and the versions of what has a URL, so that every
     process gets the same, and the configured checkpoint. The process that starts a cluster calls it once. Raises
-    ConfigError as `resolve_model_dir` and `load_model` do."""
+    ConfigError as `resolve_model_dir`, `load_model` and `pin_adapters` do."""
     config, directory = _find_model(config, has_weights)
     config = with_dtype(config, directory)
-    return config, load_model(config, directory)
+    model = load_model(config, directory)
+    return pin_adapters(config, model.name, directory), model
 
 
 def load_model(config: ClusterConfig, directory: Path) -> Model:
@@ -482,6 +484,7 @@ def router_config(config: ClusterConfig, model: Model) -> RouterConfig:
     media = config.media
     return RouterConfig(
         model_name=model.name,
+        adapters={name: str(source) for name, source in config.model.adapters.items()},
         system_fingerprint=system_fingerprint(model),
         version=metadata.version("weft"),
         embeddings=config.model.embeddings,

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from deploy.adapter_keys import MAX_ADAPTERS, AdapterName, AdapterPool, AdapterSource, check_adapter_keys
 from deploy.config_values import (
     Bytes,
     Device,
@@ -52,6 +53,9 @@ class ModelSection(Section):
     reads, the one first that was opened longest ago. None means no limit; `weft node clean` removes models by hand."""
     name: str | None = None
     """Clients use this name for the model; it defaults to the directory's name."""
+    adapters: dict[AdapterName, AdapterSource] = Field({}, max_length=MAX_ADAPTERS)
+    """Maps the names of LoRA adapters, for which clients ask as for a model, to directories in the form of peft or to
+    URLs as in `path`. They need `workers.engine: vllm` (docs/vllm.md)."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = default_of(RouterConfig, "feature_dtype")
     """Sets the dtype of weights, KV pages and features. `auto` means the checkpoint's own dtype, or float32 if
     everything runs on CPUs that have no instructions for products of that dtype (`deploy/compute_dtype.py`)."""
@@ -498,6 +502,16 @@ class ClusterConfig(Section):
                     f"{each.pool_path} and {others} may share a GPU, so {each.pool_path}.vllm.gpu_memory_utilization "
                     "must say how much of it vLLM takes"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _check_adapters(self) -> ClusterConfig:
+        pools = [
+            AdapterPool(each.pool_path, each.workers.engine, each.workers.device, each.workers.vllm)
+            for each in self.by_pool()
+        ]
+        model, has_speech = self.model, self.stages is not None
+        check_adapter_keys(model.adapters, model.name, model.embeddings, pools, has_speech=has_speech)
         return self
 
     @model_validator(mode="after")

@@ -19,6 +19,7 @@ from typing import Any
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.gpu_devices import find_devices
+from deploy.lora_adapters import open_adapters
 from deploy.sizing import staging_bytes, worker_utilization
 from deploy.topology import run_nvidia_smi
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
@@ -179,6 +180,7 @@ def build_vllm_worker(
         devices = find_devices(run_nvidia_smi, os.environ)
         share = worker_utilization(config, model, min((each.memory_bytes for each in devices), default=None))
         room = {} if share is None else {"gpu_memory_utilization": share}
+    adapters = open_adapters(config, model.directory)
     settings = VllmSettings(
         model_dir=str(model.directory),
         dtype=config.model.dtype,
@@ -189,6 +191,9 @@ def build_vllm_worker(
         num_ranks=section.tensor_parallel,
         has_towers=family.shape.num_levels > 1,
         modalities=tuple(family.max_items),
+        num_adapters=len(adapters),
+        max_adapter_rank=max((each.max_rank for each in adapters.values()), default=0),
+        is_on_cpu=section.device == "cpu",
         options=room | dict(section.vllm),
     )
     inbox = {
@@ -207,7 +212,8 @@ def build_vllm_worker(
         compose.grammar_limits(config).compiling,
         worker.grammar_bytes,
     )
-    make_engine = partial(VllmEngine, worker, family, core_maker(made, sink), clock)
+    folders = {name: str(adapter.directory) for name, adapter in adapters.items()}
+    make_engine = partial(VllmEngine, worker, family, core_maker(made, sink), clock, adapters=folders)
     service = WorkerService(member_id, worker, family, make_engine, plane, sink, clock, grammars)
     service.classify_links(compose.link_class_of(config))
     return service

@@ -15,7 +15,7 @@ import msgspec
 
 from deploy.config import ClusterConfig
 from deploy.workers_config import WorkerSection
-from fabric.contracts import EMBEDDINGS, SPEECH, ConfigError, Member, MemberPlace
+from fabric.contracts import ADAPTERS, EMBEDDINGS, SPEECH, ConfigError, Member, MemberPlace
 from modalities.checkpoint_files import read_quantisation
 from modalities.family import Family, ModelShape
 
@@ -77,7 +77,8 @@ def worker_lacks(config: ClusterConfig) -> tuple[str, ...]:
         return (EMBEDDINGS, SPEECH)
     num_ranks = [each.workers.tensor_parallel for each in config.by_pool() if each.stages is not None]
     # Workers of several ranks store no rows for the talker, so they leave spoken answers to those that do.
-    return (SPEECH,) if 1 in num_ranks and config.workers.tensor_parallel > 1 else ()
+    is_silent = 1 in num_ranks and config.workers.tensor_parallel > 1
+    return (ADAPTERS,) * bool(config.model.adapters) + (SPEECH,) * is_silent
 
 
 def waiting_share(config: ClusterConfig, section: WorkerSection) -> float:

@@ -29,6 +29,7 @@ from fabric.contracts import (
     ErrorInfo,
     GenerateRequest,
     InvalidRequest,
+    ModelNotFound,
     ProtocolError,
     RequestId,
     SamplingParams,
@@ -122,6 +123,8 @@ class Engine:
         Work that takes time in proportion to the prompt is done here, in the caller's thread. An update answers a
         request that the scheduler refuses; an error that is no WeftError reaches the caller."""
         try:
+            if request.adapter:
+                raise ModelNotFound(f"workers.engine is weft, which has no adapter `{request.adapter}`", param="model")
             arrival = self._scheduler.prepare(request, positions, guide)
         except WeftError as error:
             failed = FailedAttempt(AttemptId(request.request_id, request.attempt), error)

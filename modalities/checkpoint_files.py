@@ -118,6 +118,37 @@ def names_of_others(*own: Part) -> tuple[str, ...]:
     return tuple(pattern for part, pattern in _PART_TO_PATTERN.items() if part not in own)
 
 
+def part_of(name: str) -> Part | None:
+    """Returns the part of a model to which the weight, or the module, `name` belongs. Returns None if the name says
+    nothing of it."""
+    return next((part for part, pattern in _PART_TO_PATTERN.items() if re.search(pattern, f"{name}.")), None)
+
+
+# ------------------------------------------------------------ the header of a file with weights
+
+MAX_HEADER_BYTES = 100_000_000
+"""Limits the length of a header; the format itself has this limit."""
+
+
+def read_tensor_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the tensors of a safetensors file by name, each with its `dtype` and its `shape`. It reads no weights.
+
+    The file begins with the length of its header, 8 bytes in little-endian order. The header follows as JSON `name ->
+    {dtype, shape, data_offsets}` (https://huggingface.co/docs/safetensors). Raises ConfigError for another file."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ConfigError(f"{path} is not a safetensors file")
+            header: dict[str, dict[str, Any]] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        if not all(isinstance(each["shape"], list) and isinstance(each["dtype"], str) for each in header.values()):
+            raise ConfigError(f"{path} is not a safetensors file: its header lacks shapes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"can't read {path}: {error}") from error
+    return header
+
+
 # ------------------------------------------------------------ quantisation
 
 SUPPORTED = "float8 (e4m3) weights with scales per tensor, per channel or per block (fp8, compressed-tensors)"

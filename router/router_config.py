@@ -128,6 +128,8 @@ class RouterConfig:
     """Limits how long a request waits in all for workers, and for encoders of its media, that are not there."""
     block_size: int
     """This is the number of tokens per KV block. It must equal the workers' own, or the router never finds a prefix."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Maps the name of each LoRA adapter, for which clients ask as for a model, to the path or URL of its files."""
     system_fingerprint: str = ""
     """Names the version of Weft and of the model in answers; it is left out if it is empty."""
     version: str = ""
@@ -246,6 +248,16 @@ class RouterConfig:
     tracing: TracingSettings = field(default_factory=TracingSettings)
     max_traces: int = 256
     max_trace_events: int = 512
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """Returns the names for which clients may ask: that of the model, and those of its adapters."""
+        return (self.model_name, *self.adapters)
+
+    def adapter_of(self, name: str) -> str:
+        """Returns the adapter for which a request asks by the name of a model, or an empty text for the model
+        itself."""
+        return name if name in self.adapters else ""
 
     def encode_timeout_s(self, modality: str) -> float:
         return self.encode_timeout_ms.get(modality, OTHER_ENCODE_TIMEOUT_MS) / 1000

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +20,9 @@ from deploy.models.model_urls import ModelUrl
 from fabric.contracts import ConfigError, Unavailable
 
 CHUNK_BYTES = 8 * 2**20
+ADAPTER_MARK = "adapter_config.json"
+MARKS = frozenset({"config.json", ADAPTER_MARK})
+"""Names the files of which a model, or a LoRA adapter, has one."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 
 Advance = Callable[[int], object]
@@ -66,6 +69,12 @@ def is_model_file(name: str) -> bool:
     return "/" not in name and not name.startswith(".")
 
 
+def _check_marked(url: ModelUrl, place: str, files: Iterable[RemoteFile]) -> None:
+    """Raises ConfigError if no file says that this is a model, or a LoRA adapter of one."""
+    if MARKS.isdisjoint(file.name for file in files):
+        raise ConfigError(f"there is no model at {url}: the {place} has no config.json (an adapter: {ADAPTER_MARK})")
+
+
 # ------------------------------------------------------------ object stores
 
 
@@ -90,8 +99,7 @@ class ObjectStore:
                     algorithm = "md5" if _MD5.fullmatch(tag) else ""  # That of an upload in parts is no digest.
                     files.append(RemoteFile(name, found["size"], tag, algorithm))
         files.sort()
-        if not any(file.name == "config.json" for file in files):
-            raise ConfigError(f"there is no model at {self._url}: the prefix has no config.json")
+        _check_marked(self._url, "prefix", files)
         told = "\n".join(f"{file.name} {file.num_bytes} {file.digest}" for file in files)
         return Listing(hashlib.sha256(told.encode()).hexdigest()[:16], tuple(files))
 
@@ -154,8 +162,7 @@ class ModelHub:
             for each in info.siblings or ()
             if is_model_file(each.rfilename)
         ]
-        if not any(file.name == "config.json" for file in files):
-            raise ConfigError(f"there is no model at {self._url}: the repository has no config.json")
+        _check_marked(self._url, "repository", files)
         return Listing(str(info.sha), tuple(sorted(files)))
 
     def download(self, file: RemoteFile, part: Path, advance: Advance) -> None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from deploy import compose
 from deploy.config import ClusterConfig
+from deploy.lora_adapters import find_adapters
 from deploy.sizing.device_use import (
     CONTEXT_BYTES,
     VLLM_UTILIZATION,
@@ -141,10 +142,11 @@ def refuse_if_too_small(config: ClusterConfig, model: compose.Model) -> None:
 
 
 def check_budget(config: ClusterConfig, device_bytes: int | None = None) -> tuple[Budget | None, str]:
-    """Returns the budget for `weft check`, or None and the reason why the model is not at hand. Reads no weights.
-    Raises ConfigError if the model is at hand and the cluster can't serve it."""
+    """Returns the budget for `weft check`, or None and the reason why the model or an adapter is not at hand. Reads no
+    weights. Raises ConfigError if both are at hand and the cluster can't serve them."""
     try:
         compose.resolve_model_dir(config, has_weights=False)
+        find_adapters(config)
     except (ConfigError, Unavailable) as error:
         return None, error.message
     config, model = compose.open_model(config)

@@ -1,20 +1,14 @@
-"""Counts the parameters of a checkpoint, per part, from the headers of its safetensors files. It reads no weights.
-
-A safetensors file begins with the length of its header, 8 bytes in little-endian order. The header follows as JSON
-`name -> {dtype, shape, data_offsets}` (https://huggingface.co/docs/safetensors).
-"""
+"""Counts the parameters of a checkpoint, per part, from the headers of its safetensors files. It reads no weights."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from modalities.checkpoint_files import ACTIVATION_SUFFIXES, SCALE_SUFFIXES
+from fabric.contracts import ConfigError
+from modalities.checkpoint_files import ACTIVATION_SUFFIXES, SCALE_SUFFIXES, read_tensor_header
 
-MAX_HEADER_BYTES = 100_000_000
-"""Limits the length of a header; the format itself has this limit."""
 ENCODER_NAMES = frozenset(
     {
         "visual", "vision_tower", "vision_model", "vision_embed_tokens", "audio_tower", "image_newline", "mlp1",
@@ -57,15 +51,15 @@ def read_stored_weights(model_dir: Path) -> StoredWeights | None:
     files = sorted(model_dir.glob("*.safetensors"))
     try:
         for path in files:
-            for name, tensor in _header(path).items():
-                if name == "__metadata__" or name.endswith(_SCALES):
+            for name, tensor in read_tensor_header(path).items():
+                if name.endswith(_SCALES):
                     continue
                 part, num_values = _part(name), math.prod(tensor["shape"])
                 counts[part] += num_values
                 if (size := _PACKED_TO_BYTES.get(tensor["dtype"])) is not None:
                     before = packed[part]
                     packed[part] = PackedWeights(before.num_values + num_values, before.nbytes + num_values * size)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (ConfigError, TypeError):
         return None
     if not files:
         return None
@@ -77,15 +71,6 @@ def read_stored_weights(model_dir: Path) -> StoredWeights | None:
         packed["language"],
         packed["encoder"],
     )
-
-
-def _header(path: Path) -> dict[str, dict[str, Any]]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > MAX_HEADER_BYTES:
-            raise ValueError(f"{path} is not a safetensors file")
-        header: dict[str, dict[str, Any]] = json.loads(file.read(length))
-    return header
 
 
 def _part(name: str) -> str:

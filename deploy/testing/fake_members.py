@@ -236,7 +236,9 @@ class FakeWorker:
 
     def _hashes(self, request: GenerateRequest) -> list[BlockHash]:
         return split_hashes(
-            prompt_block_hashes(SCHEME, request.token_ids, request.placeholders, request.media, request.cache_salt)
+            prompt_block_hashes(
+                SCHEME, request.token_ids, request.placeholders, request.media, request.cache_salt, request.adapter
+            )
         )
 
     def _admit(self, request: GenerateRequest) -> int:

@@ -144,6 +144,7 @@ from fabric.contracts.member_reports import (
     WorkerReport,
 )
 from fabric.contracts.messages import (
+    ADAPTERS,
     ANCHOR_STRIDE,
     DTYPE_TO_BYTES,
     EMBEDDINGS,
@@ -198,6 +199,7 @@ from fabric.contracts.stage_calls import (
 )
 
 __all__ = [
+    "ADAPTERS",
     "ANCHOR_STRIDE",
     "CHANGE_RUN",
     "CODE_TO_ERROR",

@@ -353,6 +353,8 @@ class GenerateRequest(Wire, frozen=True):
     prompt_outputs: PromptOutputs = PromptOutputs()
     next_stage: StageTarget | None = None
     """Names the replica that makes speech of the answer, if the client wants to hear it."""
+    adapter: str = ""
+    """Names the LoRA adapter with which the worker computes; it is empty for the model itself."""
 
 
 class ChoiceResult(Wire, frozen=True):

@@ -57,7 +57,7 @@ class MemberStage(Wire, frozen=True):
     """Counts the requests that the stage computes in one batch."""
 
 
-EMBEDDINGS, SPEECH = "embeddings", "speech"
+EMBEDDINGS, SPEECH, ADAPTERS = "embeddings", "speech", "adapters"
 """Name what some workers can do for a request and others can't (`Member.lacks`)."""
 
 
@@ -103,7 +103,7 @@ class Member(Wire, frozen=True):
     engine: str = ""
     """Names the engine with which a worker computes, `weft` or `vllm`; it is empty for other members."""
     lacks: tuple[str, ...] = ()
-    """Lists what a worker can't do for a request, of `EMBEDDINGS` and `SPEECH`."""
+    """Lists what a worker can't do for a request, of `EMBEDDINGS`, `SPEECH` and `ADAPTERS`."""
     max_context_tokens: int = 0
     """Limits the tokens of a sequence on a worker where workers of another pool take longer ones; 0 means that none
     do."""

@@ -319,7 +319,7 @@ class PromptLayout:
     def __init__(self, request: GenerateRequest) -> None:
         self._runs = request.placeholders
         self._media = request.media
-        self._cache_salt = request.cache_salt
+        self._cache_salt, self._adapter = request.cache_salt, request.adapter
         _check_runs(self._runs, self._media, len(request.token_ids))
         self._run_ends = [run.end for run in self._runs]
         self._run_units = [UnitKey(self._media[run.item].mm_hash, run.unit) for run in self._runs]
@@ -372,7 +372,8 @@ class PromptLayout:
         if begin == len(self._runs) and first:
             return {}  # All runs end before these blocks; this holds for all blocks of generated tokens.
         end = bisect_left(self._runs, last * block_size, lo=begin, key=lambda run: run.offset)
-        return keys_of_blocks(first, last, block_size, self._runs[begin:end], self._media, self._cache_salt)
+        runs = self._runs[begin:end]
+        return keys_of_blocks(first, last, block_size, runs, self._media, self._cache_salt, self._adapter)
 
 
 class UnitSpan(NamedTuple):

@@ -54,7 +54,13 @@ from llm_workers.scheduling import (
 from llm_workers.vllm_engine.block_mirror import BlockMirror
 from llm_workers.vllm_engine.doorstep_scheduler import Doorstep, attach
 from llm_workers.vllm_engine.engine_outputs import BlockEventTaker, core_outputs
-from llm_workers.vllm_engine.engine_requests import check_supported, engine_request, request_name, warm_up_request
+from llm_workers.vllm_engine.engine_requests import (
+    adapters_of,
+    check_supported,
+    engine_request,
+    request_name,
+    warm_up_request,
+)
 from llm_workers.vllm_engine.feature_board import FeatureBoard, FeatureLoad
 from llm_workers.vllm_engine.guide_grammar import GuideBackend, GuideGrammar, constrained
 from llm_workers.vllm_engine.sequence_book import (
@@ -86,10 +92,13 @@ class VllmEngine:
         make_core: MakeCore,
         clock: Clock,
         on_update: Callable[[Update], None],
+        adapters: Mapping[str, str] | None = None,
     ) -> None:
-        """Creates an engine whose core is made by `prepare`. `config.block_size` must be the size of vLLM's blocks."""
+        """Creates an engine whose core is made by `prepare`. `config.block_size` must be the size of vLLM's blocks.
+        `adapters` maps the name of each LoRA adapter to the directory of its files."""
         self._config, self._family, self._clock, self._on_update = config, family, clock, on_update
         self._make_core = make_core
+        self._adapters = adapters_of(adapters or {})
         self._board = FeatureBoard(is_overlap_enabled=config.is_overlap_enabled)
         self._book = self._new_book()
         self._mirror = BlockMirror()
@@ -145,7 +154,7 @@ class VllmEngine:
 
     def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
         try:
-            check_supported(request)
+            check_supported(request, self._adapters)
             arrival = prepare(request, positions, self._config, self._max_model_len, self._clock.now(), guide)
         except WeftError as error:
             failed = FailedAttempt(AttemptId(request.request_id, request.attempt), error)
@@ -226,7 +235,22 @@ class VllmEngine:
         scheduler.kv_event_publisher = BlockEventTaker(self._mirror)
         core.structured_output_manager.backend = GuideBackend(core.vllm_config, None, self._family.shape.vocab_size)
         self._max_model_len = min(self._max_model_len, scheduler.max_model_len)
+        self._load_adapters()
         self._warm_up()
+
+    def _load_adapters(self) -> None:
+        """Loads every adapter into every rank, so that a broken one is found now and no request waits for a disk."""
+        for adapter in self._adapters.values():
+            try:
+                self._core.add_lora(adapter)
+            except Exception as error:
+                # vLLM and its ranks raise errors of many classes for a file that they can't use.
+                raise ConfigError(f"vLLM can't load the adapter {adapter.name} ({adapter.path}): {error}") from error
+            # A rank has the modules of its pipeline stage only.
+            by_rank = self._core.collective_rpc("modules_without_place", args=(adapter.adapter_id,))
+            if nowhere := sorted(set.intersection(*map(set, by_rank))):
+                named = ", ".join(nowhere[:3])
+                raise ConfigError(f"the adapter {adapter.name} changes {named}, which vLLM does not find in this model")
 
     def _close(self) -> None:
         if self._core is not None:
@@ -395,7 +419,7 @@ class VllmEngine:
 
     def _submit(self, choice: BookedChoice) -> list[UnitKey]:
         """Hands a choice to vLLM. Returns the units that it lacks. Raises a WeftError if it can't be computed."""
-        made = engine_request(choice, self._config.block_size)
+        made = engine_request(choice, self._config.block_size, self._adapters)
         if choice.grammar is not None:
             made.structured_output_request = constrained(choice.grammar)
         choice.sequence.num_covered = self._num_covered(made)

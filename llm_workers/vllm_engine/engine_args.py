@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fabric.contracts import ConfigError
 from llm_workers.vllm_engine.model_overrides import CompleteConfig, needs_completion
@@ -38,6 +38,10 @@ RESERVED_TO_REASON: Mapping[str, str] = {
     "limit_mm_per_prompt": "media.limit_mm_per_prompt says it",
     "enable_mm_embeds": "features come from the encoder pool",
     "runner": "a worker generates",
+    "enable_lora": "model.adapters names the adapters",
+    "lora_target_modules": "an adapter is served whole",
+    "enable_tower_connector_lora": "all adapters share the features of the encoder pool",
+    "default_mm_loras": "clients choose an adapter by its name",
 }
 """Maps each option that Weft decides to the reason that the error gives."""
 ENVIRONMENT: Mapping[str, str] = {
@@ -72,6 +76,12 @@ class VllmSettings:
     DeepStack."""
     modalities: tuple[str, ...] = ("image", "video")
     """Lists the modalities that the model takes."""
+    num_adapters: int = 0
+    """Counts the LoRA adapters."""
+    max_adapter_rank: int = 0
+    """Is the largest rank of an adapter."""
+    is_on_cpu: bool = False
+    """Says whether the ranks compute on a CPU."""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -135,6 +145,8 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
         unloaded = [each for each in settings.modalities if not settings.has_towers or each == "audio"]
         if unloaded:
             own |= {"limit_mm_per_prompt": dict.fromkeys(unloaded, 0), "enable_mm_embeds": True}
+    if settings.num_adapters:
+        own |= _lora_options(settings)
     options = dict(settings.options)
     if needs_completion(settings.model_dir):
         options["hf_overrides"] = CompleteConfig(options.get("hf_overrides") or {})
@@ -146,6 +158,24 @@ def engine_config(settings: VllmSettings, inbox: Mapping[str, Any], folder: Path
     kind = "OverlappingDoorstepScheduler" if is_overlapping else "DoorstepScheduler"
     config.scheduler_config.scheduler_cls = f"{_PACKAGE}.doorstep_scheduler.{kind}"
     return config
+
+
+def _lora_options(settings: VllmSettings) -> dict[str, Any]:
+    """Returns vLLM's options for the adapters: all of them may be in one step, and stay in memory, unless the operator
+    says otherwise. `deploy` has compared the operator's options with the adapters.
+
+    On a CPU there is one place more than adapters, which stays empty: vLLM's operators there compute the rows of
+    requests without an adapter with the last place, where the kernels for GPUs leave them out."""
+    from vllm.config.lora import MaxLoRARanks
+
+    taken = sorted(get_args(MaxLoRARanks))
+    most_at_once = int(settings.options.get("max_loras", settings.num_adapters + settings.is_on_cpu))
+    return {
+        "enable_lora": True,
+        "max_loras": most_at_once,
+        "max_cpu_loras": max(most_at_once, settings.num_adapters),
+        "max_lora_rank": next(rank for rank in taken if rank >= settings.max_adapter_rank),
+    }
 
 
 def core_maker(config: Any, sink: RankedSink) -> Callable[[Callable[[], None]], Any]:

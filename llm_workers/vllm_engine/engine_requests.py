@@ -7,11 +7,13 @@ from the encoder pool. `check_supported` refuses what vLLM can't do for us befor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -27,6 +29,7 @@ from fabric.contracts import (
     InvalidRequest,
     MediaItem,
     MemberId,
+    ModelNotFound,
     PlaceholderRange,
     RequestId,
     SamplingParams,
@@ -42,8 +45,21 @@ MODALITIES = ("image", "video", "audio")
 """Lists the modalities that a vLLM worker takes."""
 
 
-def check_supported(request: GenerateRequest) -> None:
-    """Raises InvalidRequest for what a vLLM worker can't do: embeddings, speech, and media of other kinds."""
+Adapters = Mapping[str, LoRARequest]
+"""Maps the name of each LoRA adapter to what names it to vLLM."""
+
+
+def adapters_of(name_to_directory: Mapping[str, str]) -> Adapters:
+    """Returns what names each adapter to vLLM. An adapter keeps its number, whichever order the names come in."""
+    names = sorted(name_to_directory)
+    return {name: LoRARequest(name, number, name_to_directory[name]) for number, name in enumerate(names, 1)}
+
+
+def check_supported(request: GenerateRequest, adapters: Adapters) -> None:
+    """Raises InvalidRequest for what a vLLM worker can't do: embeddings, speech, and media of other kinds. Raises
+    ModelNotFound for an adapter that it does not have."""
+    if request.adapter and request.adapter not in adapters:
+        raise ModelNotFound(f"this worker has no adapter `{request.adapter}`", param="model")
     if request.prompt_outputs.pooling:
         raise InvalidRequest("workers.engine is vllm, which gives no embeddings", param="model")
     if request.next_stage is not None or request.side_names:
@@ -53,7 +69,7 @@ def check_supported(request: GenerateRequest) -> None:
             raise InvalidRequest(f"workers.engine is vllm, which takes no {item.modality} here", param=item.part)
 
 
-def engine_request(choice: BookedChoice, block_size: int) -> Request:
+def engine_request(choice: BookedChoice, block_size: int, adapters: Adapters) -> Request:
     """Returns the request for one sequence."""
     request, sequence = choice.request, choice.sequence
     sent = sequence.tokens.view(sequence.num_prompt).tolist()
@@ -64,6 +80,7 @@ def engine_request(choice: BookedChoice, block_size: int) -> Request:
         pooling_params=None,
         arrival_time=request.age[0],
         mm_features=features(request, sequence),
+        lora_request=adapters.get(request.adapter),
         cache_salt=request.cache_salt or None,
         priority=request.priority,
         block_hasher=block_hasher(sequence.layout, block_size),

@@ -1,5 +1,6 @@
 """Adds to each rank of vLLM that it takes from a request the positions of its prompt, and the tokens that a former
-attempt has sent, and that it leaves no shared memory behind when it is killed.
+attempt has sent, that it leaves no shared memory behind when it is killed, and that it tells which parts of a LoRA
+adapter it does not apply.
 
 vLLM computes the positions of pictures and videos (M-RoPE) in each rank, by rules of its own for each model. For the
 videos of Qwen2.5-VL they differ from transformers': there a text goes on behind the largest position of a video's
@@ -75,3 +76,10 @@ class RankExtension:
 
         batch.add_request = add_with_outputs
         return True
+
+    def modules_without_place(self, adapter_id: int) -> list[str]:
+        """Returns the modules that a loaded adapter changes and this rank's part of the model does not have. vLLM
+        leaves them out without a word, and the answers would be those of another model."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        adapter = manager.get_adapter(adapter_id)
+        return [] if adapter is None else sorted(set(adapter.loras) - set(manager.modules))

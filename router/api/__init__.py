@@ -47,7 +47,7 @@ from router.api.chat_request import (
     parse_chat,
     video_options,
 )
-from router.api.chat_response import ChoiceText, ChunkWriter, CompletedCall, completion, model_object
+from router.api.chat_response import ChoiceText, ChunkWriter, CompletedCall, adapter_origin, completion, model_object
 from router.api.completion_request import CompletionRequest, parse_completion
 from router.api.completion_response import CompletionChunkWriter, CompletionText, TextOffset, text_completion
 from router.api.embedding_request import (
@@ -129,6 +129,7 @@ __all__ = [
     "ToolCall",
     "Transcription",
     "Usage",
+    "adapter_origin",
     "check_chat",
     "check_context",
     "check_dimensions",

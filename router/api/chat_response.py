@@ -167,5 +167,11 @@ def model_object(
     }
 
 
+def adapter_origin(source: str, parent: str) -> dict[str, object]:
+    """Returns what the object of an adapter has besides that of a model, as vLLM writes it: where its files come from,
+    and the model that it changes."""
+    return {"root": source, "parent": parent}
+
+
 def _ids(prompt_token_ids: Sequence[int] | None) -> dict[str, object]:
     return {} if prompt_token_ids is None else {"prompt_token_ids": prompt_token_ids}

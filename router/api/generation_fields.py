@@ -27,6 +27,8 @@ MAX_LISTED_FIELDS = 64
 MAX_DEADLINE_MS = 3_600_000
 MAX_TOP_LOGPROBS = 20
 MAX_SALT_CHARS = 256
+NAMED_MODELS = 8
+"""The error for an unknown model names this many that are served."""
 
 
 class StreamOptions(BaseModel):
@@ -196,7 +198,7 @@ class TokenDetailFields(GenerationFields):
 
 def check_generation(fields: GenerationFields, config: RouterConfig, vocab_size: int) -> None:
     """Raises ModelNotFound or InvalidRequest if the request exceeds a limit; `param` names the field."""
-    check_model(fields.model, config.model_name)
+    check_model(fields.model, config)
     if fields.num_choices > config.max_num_choices:
         raise InvalidRequest(f"`n` must be at most {config.max_num_choices}, not {fields.num_choices}", param="n")
     if fields.priority is not None and fields.priority < config.min_priority:
@@ -228,15 +230,19 @@ def check_scores(fields: GenerationFields, num_tokens: int, num_before: int, con
         raise InvalidRequest(message, param=name)
 
 
-def check_model(wanted: str, served: str) -> None:
-    """Raises ModelNotFound if a request names another model than the one that is served."""
-    if wanted != served:
-        raise model_not_found(wanted, served)
+def check_model(wanted: str, config: RouterConfig) -> None:
+    """Raises ModelNotFound if a request names neither the model that is served nor one of its adapters."""
+    if wanted != config.model_name and wanted not in config.adapters:
+        raise model_not_found(wanted, config)
 
 
-def model_not_found(wanted: str, served: str) -> ModelNotFound:
-    """Returns the error for a request of the model `wanted` at a router that serves only the model `served`."""
-    return ModelNotFound(f"the model `{wanted[:128]}` does not exist; this server serves `{served}`", param="model")
+def model_not_found(wanted: str, config: RouterConfig) -> ModelNotFound:
+    """Returns the error for a request of the model `wanted`, which is not served. It names what is, of many adapters
+    the first ones."""
+    names = [f"`{name}`" for name in config.model_names[:NAMED_MODELS]]
+    num_more = len(config.adapters) + 1 - len(names)
+    served = ", ".join([*names, f"and {num_more} more (`GET /v1/models`)"] if num_more else names)
+    return ModelNotFound(f"the model `{wanted[:128]}` does not exist; this server serves {served}", param="model")
 
 
 def _check_stops(fields: GenerationFields, config: RouterConfig, vocab_size: int) -> None:

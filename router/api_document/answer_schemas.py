@@ -266,6 +266,11 @@ def _picture(member: dict[str, Schema]) -> Schema:
 def _cluster() -> dict[str, Schema]:
     model = {"id": TEXT, "object": const("model"), "created": COUNT, "owned_by": TEXT, "max_model_len": COUNT}
     model["input_modalities"] = array(TEXT)
+    spoken = {"output_modalities": array(TEXT), "voices": array(TEXT)}
+    origin = {
+        "root": about("Says where the files of an adapter come from; a model itself has none.", TEXT),
+        "parent": about("Names the model that an adapter changes.", TEXT),
+    }
     ready = {
         "status": one_of_values("ready", "waiting", "draining"),
         "num_workers": COUNT,
@@ -278,7 +283,7 @@ def _cluster() -> dict[str, Schema]:
     target = closed({"targets": array(TEXT), "labels": {"type": "object", "additionalProperties": TEXT}})
     summary = {"type": "object", "required": ["request_id", "outcome", "router_id"], "properties": {"request_id": TEXT}}
     return {
-        "Model": closed(model, {"output_modalities": array(TEXT), "voices": array(TEXT)}),
+        "Model": closed(model, spoken | origin),
         "ModelList": closed({"object": const("list"), "data": array(ref("Model"))}),
         "Liveness": closed({"status": one_of_values("ok", "dead")}, {"message": TEXT}),
         "Readiness": closed(ready, {"stages_without_replica": array(COUNT)}),

@@ -48,6 +48,8 @@ class ServedApi(NamedTuple):
     """Describes features of a picture that the server takes; it is None if it takes none."""
     voices: tuple[str, ...] = ()
     """Names the voices in which the server speaks."""
+    adapters: tuple[str, ...] = ()
+    """Names the LoRA adapters for which clients may ask as for a model."""
 
 
 class AnswerLink(NamedTuple):
@@ -132,7 +134,7 @@ def operations(served: ServedApi) -> list[Operation]:
         *_transcription(served),
         *_speech(served),
         *_prompts(served),
-        *_models(),
+        *_models(served),
         *_health(),
         *_cluster(),
         *_document(),
@@ -304,10 +306,10 @@ def _prompts(served: ServedApi) -> list[Operation]:
     ]
 
 
-def _models() -> list[Operation]:
-    tag, name = "Models", "The name of the model."
+def _models(served: ServedApi) -> list[Operation]:
+    tag, name = "Models", "The name of the model, or of an adapter."
     return [
-        _read("/v1/models", "listModels", tag, "List the models", "There is one model.", "ModelList")._replace(
+        _read("/v1/models", "listModels", tag, "List the models", _listed(served), "ModelList")._replace(
             links=(LISTED_MODEL,)
         ),
         _read(
@@ -319,6 +321,12 @@ def _models() -> list[Operation]:
             "Model",
         )._replace(parameters=[_path_parameter("model_id", name)], errors=(*BAD_PARAMETER, *GONE)),
     ]
+
+
+def _listed(served: ServedApi) -> str:
+    if not served.adapters:
+        return "There is one model."
+    return f"There is one model, and these adapters of it: {', '.join(served.adapters)}."
 
 
 def _health() -> list[Operation]:

@@ -41,7 +41,7 @@ MODELS: tuple[type[BaseModel], ...] = (
 )
 REF = "#/components/schemas/"
 FIELD_TO_DESCRIPTION = {
-    "model": "The name of the served model.",
+    "model": "The name of the served model, or of one of its adapters.",
     "messages": "The conversation so far, the oldest message first.",
     "prompt": "The text to go on with, or its token ids, or a list of either.",
     "max_tokens": "Limits the generated tokens.",

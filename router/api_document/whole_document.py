@@ -17,7 +17,7 @@ from router.api_document.request_schemas import Schema, ref, request_schemas
 TAG_TO_DESCRIPTION = {
     "Generation": "Answers of the model, in the forms of OpenAI's API.",
     "Prompts": "What becomes of a prompt, without an answer.",
-    "Models": "The model that is served.",
+    "Models": "The model that is served, and its adapters.",
     "Health": "What supervisors and load balancers ask.",
     "Cluster": "What operators see of the cluster and of its requests.",
     "Document": "The description of this API.",

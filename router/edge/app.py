@@ -25,6 +25,7 @@ from fabric.contracts import Aborted, InvalidRequest, ModelNotFound, RateLimited
 from router.api import (
     Head,
     Usage,
+    adapter_origin,
     check_dimensions,
     check_model,
     embedding_place,
@@ -242,7 +243,7 @@ class HttpEdge:
             head = Head(
                 endpoint.id_prefix + stream.request_id,
                 int(service.wall_time()),
-                service.config.model_name,
+                asked.requests[0].model,
                 service.config.system_fingerprint,
             )
             assert asked.writer is not None
@@ -347,9 +348,9 @@ class HttpEdge:
         embeddings, and what a request raises."""
         service, config = self._service, self._service.config
         asked = await service.parse(parse_embedding, opened.body)
-        check_model(asked.model, config.model_name)
+        check_model(asked.model, config)
         if config.embeddings == "off":
-            message = f"the model `{config.model_name}` serves no embeddings; the operator can set `model.embeddings`"
+            message = f"the model `{asked.model}` serves no embeddings; the operator can set `model.embeddings`"
             raise ModelNotFound(message, param="model")
         check_dimensions(asked, service.family.shape.hidden_size)
         requests = asked.each(config.embeddings)
@@ -367,7 +368,7 @@ class HttpEdge:
             embeddings += stream.embeddings
             usages += [stream.usage] if stream.usage is not None else []
             tickets.release_others()
-        write = partial(embeddings_answer, asked, config.model_name, embeddings, usages)
+        write = partial(embeddings_answer, asked, asked.model, embeddings, usages)
         is_small = sum(map(len, embeddings)) <= EMBEDDINGS_IN_LOOP_BYTES
         return write() if is_small else await service.write(write)
 
@@ -392,7 +393,7 @@ class HttpEdge:
         async def text(opened: Opened) -> bytes:
             service = self._service
             asked = await service.parse(parse_detokenize, opened.body)
-            check_model(asked.model or service.config.model_name, service.config.model_name)
+            check_model(asked.model or service.config.model_name, service.config)
             return text_answer(await service.detokenize(asked.tokens))
 
         return await self._compute(request, text)
@@ -425,23 +426,24 @@ class HttpEdge:
     # ------------------------------------------------------------ other routes
 
     async def models(self, request: Request) -> Response:
-        return answer_json(request, {"object": "list", "data": [self._model()]})
+        served = [self._model(name) for name in self._service.config.model_names]
+        return answer_json(request, {"object": "list", "data": served})
 
     async def model(self, request: Request) -> Response:
-        name, served = request.path_params["model_id"], self._service.config.model_name
-        if name != served:
-            if name.rstrip("/") in ("", served):
+        name, config = request.path_params["model_id"], self._service.config
+        if name not in config.model_names:
+            if name.rstrip("/") in ("", *config.model_names):
                 raise HTTPException(HTTPStatus.NOT_FOUND)  # It is a path with a slash too many, and no name.
-            error = model_not_found(name, served)
-            return self._refusal(request, error, echo(request))
-        return answer_json(request, self._model())
+            return self._refusal(request, model_not_found(name, config), echo(request))
+        return answer_json(request, self._model(name))
 
-    def _model(self) -> dict[str, object]:
-        service = self._service
+    def _model(self, name: str) -> dict[str, object]:
+        """Returns the model, or an adapter of it, as clients see it."""
+        service, config = self._service, self._service.config
         max_model_len = service.family.shape.max_model_len
-        name, speech = service.config.model_name, service.config.speech
-        voices = () if speech is None else speech.voices
-        return model_object(name, self._created, max_model_len, service.modalities, voices)
+        voices = () if config.speech is None else config.speech.voices
+        shown = model_object(name, self._created, max_model_len, service.modalities, voices)
+        return shown if name == config.model_name else shown | adapter_origin(config.adapters[name], config.model_name)
 
 
 def windows(num_items: int, most: int) -> Iterator[tuple[int, int]]:

@@ -39,6 +39,7 @@ class DocumentEdge:
                 version=metadata.version("weft"),
                 features=self._features(),
                 voices=() if config.speech is None else config.speech.voices,
+                adapters=tuple(config.adapters),
             )
         )
 

@@ -107,13 +107,16 @@ class Prompt:
     """Says how the answer is spoken; None means that it is text alone."""
     given_answer: tuple[int, ...] = ()
     """Holds the tokens of the answer, and the one that ends it, if the client gives them and wants to hear them."""
+    adapter: str = ""
+    """Names the LoRA adapter that computes the answer; it is empty for the model itself."""
     _scheme_to_hashes: dict[KvScheme, bytes] = field(default_factory=dict, repr=False, compare=False)
 
     def block_hashes(self, scheme: KvScheme) -> bytes:
         """Returns the hashes of the prompt's full blocks, side by side. They are computed at the first call."""
         hashes = self._scheme_to_hashes.get(scheme)
         if hashes is None:
-            hashes = prompt_block_hashes(scheme, self.token_ids, self.placeholders, self.media, self.cache_salt)
+            salt, adapter = self.cache_salt, self.adapter
+            hashes = prompt_block_hashes(scheme, self.token_ids, self.placeholders, self.media, salt, adapter)
             self._scheme_to_hashes[scheme] = hashes
         return hashes
 
@@ -411,6 +414,7 @@ class PromptBuilder:
             speech=draft.speech,
             given_answer=self._given_answer(request, num_tokens),
             ignored_fields=tuple(request.ignored_fields),
+            adapter=self._config.adapter_of(request.model),
         )
         for scheme in self._kv_schemes:
             prompt.block_hashes(scheme)

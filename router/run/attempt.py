@@ -185,6 +185,7 @@ class Attempt:
             prompt_outputs=prompt.prompt_outputs,
             side_names=self._side_names,
             next_stage=None if self._speech is None else self._speech.first_stage,
+            adapter=prompt.adapter,
         )
 
     @property

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 
 from fabric.contracts import (
+    ADAPTERS,
     EMBEDDINGS,
     SPEECH,
     ContextLengthExceeded,
@@ -145,7 +146,11 @@ class Turn:
 
     def _find_unable(self, prompt: Prompt, num_generated: int) -> frozenset[MemberId]:
         """Returns the workers that can't do what the request asks for."""
-        asked = {EMBEDDINGS: bool(prompt.prompt_outputs.pooling), SPEECH: prompt.speech is not None}
+        asked = {
+            EMBEDDINGS: bool(prompt.prompt_outputs.pooling),
+            SPEECH: prompt.speech is not None,
+            ADAPTERS: bool(prompt.adapter),
+        }
         needed = [ability for ability, is_asked in asked.items() if is_asked]
         return self._context.unable(needed, len(prompt.token_ids) + num_generated)
 

@@ -8,13 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from lora_files import write_adapter
 from model_servers import REVISION, ModelServer, model_server
 
 from deploy import compose
 from deploy.config import ClusterConfig
 from deploy.demo.build import demo_checkpoint
+from deploy.lora_adapters import open_adapters, pin_adapters
 from deploy.models import ModelUrl, fetch_model
 from fabric.contracts import ConfigError, Unavailable, WeftError
+from modalities.adapter_files import layer_modules
 
 STORES = ("s3://bucket/models/demo", "hf://owner/demo")
 FILES = {
@@ -140,3 +143,21 @@ def test_a_cluster_opens_a_model_by_its_url(url: str, server: ModelServer, tmp_p
     assert whole == model.directory
     names = {path.name for path in demo.glob("*.safetensors")}
     assert {path.name for path in whole.glob("*.safetensors")} == names != set()
+
+
+@pytest.mark.parametrize("url", STORES)
+def test_adapters_come_by_their_urls_once_for_a_node(url: str, server: ModelServer, tmp_path: Path) -> None:
+    demo = demo_checkpoint()
+    module = next(name for name in layer_modules(demo) or () if name.endswith("q_proj"))
+    outputs, inputs = (layer_modules(demo) or {})[module]
+    adapter = write_adapter(tmp_path / "poet", {f"thinker.model.{module}": (outputs, inputs)}, 4)
+    server.files = {path.name: path.read_bytes() for path in adapter.iterdir()} | {"README.md": b"", "old.bin": b"x"}
+    model = {"path": demo, "cache_dir": tmp_path / "cache", "adapters": {"poet": url}}
+    config = ClusterConfig.model_validate({"model": model, "workers": {"engine": "vllm"}})
+    pinned = pin_adapters(config, "demo", demo)
+    assert pinned.model.adapters["poet"] == f"{url}@{str(pinned.model.adapters['poet']).partition('@')[2]}"
+    server.status = 503
+    found = open_adapters(pinned, demo)["poet"]
+    assert (found.max_rank, found.directory.is_relative_to(tmp_path / "cache")) == (4, True)
+    assert server.asked["adapter_model.safetensors"] == 1
+    assert server.asked["old.bin"] == 0

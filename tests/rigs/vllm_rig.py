@@ -4,7 +4,8 @@ processes of their own."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from contract_model import ContractModel
@@ -18,6 +19,7 @@ from llm_workers.vllm_engine.engine_args import VllmSettings, core_maker, engine
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.worker_config import WorkerConfig
 from llm_workers.worker_service import WorkerService
+from modalities.adapter_files import read_adapter
 
 MAX_MODEL_LEN = 1024
 OVERLAPPING = "llm_workers.vllm_engine.doorstep_scheduler.OverlappingDoorstepScheduler"
@@ -34,10 +36,13 @@ def make_vllm_worker(
     options: dict[str, Any] | None = None,
     *,
     is_overlapping: bool = False,
+    adapters: Mapping[str, Path] | None = None,
     **config: Any,
 ) -> WorkerParts:
     """Builds a worker of `num_ranks` ranks with `num_blocks` blocks of 32 tokens, or of `num_stages` pipeline stages.
-    `options` go to vLLM. `is_overlapping` plans each step while the last one is computed, as vLLM does on GPUs."""
+    `options` go to vLLM. `is_overlapping` plans each step while the last one is computed, as vLLM does on GPUs.
+    `adapters` maps the names of LoRA adapters to their directories."""
+    opened = {name: read_adapter(each, model.directory) for name, each in (adapters or {}).items()}
     settings = WorkerConfig(block_size=32, num_blocks=num_blocks, max_sequences=16, keep_features="never", **config)
     shape = model.family.shape
     sink = RankedSink(inbox_bytes, num_ranks)
@@ -51,6 +56,9 @@ def make_vllm_worker(
         num_ranks=num_ranks,
         has_towers=shape.num_levels > 1,
         modalities=tuple(model.family.max_items),
+        num_adapters=len(opened),
+        max_adapter_rank=max((each.max_rank for each in opened.values()), default=0),
+        is_on_cpu=True,
         options={
             "enforce_eager": True,
             "pipeline_parallel_size": num_stages,
@@ -75,7 +83,8 @@ def make_vllm_worker(
     if num_stages > 1:
         make_core = with_room_between_stages(make_core)
     clock = SystemClock()
-    make_engine = functools.partial(VllmEngine, settings, model.family, make_core, clock)
+    folders = {name: str(each.directory) for name, each in opened.items()}
+    make_engine = functools.partial(VllmEngine, settings, model.family, make_core, clock, adapters=folders)
     service = WorkerService(WORKER, settings, model.family, make_engine, plane, sink, clock)
     return WorkerParts(service, sink, NixlFeatureSource("encoder-0", 1 << 24))
 

@@ -28,6 +28,7 @@ REASONS = {
     "llm_workers/engine.py:Engine._try": "one step of that loop: the request that spoils the step must end alone",
     "llm_workers/vllm_engine/core_engine.py:VllmEngine._is_opened": "the top of the engine's thread",
     "llm_workers/vllm_engine/core_engine.py:VllmEngine._run": "the loop of the engine's thread",
+    "llm_workers/vllm_engine/core_engine.py:VllmEngine._load_adapters": "vLLM raises many classes; ours is raised",
     "llm_workers/vllm_engine/core_engine.py:VllmEngine._add": "one command of that loop, which must end alone",
     "llm_workers/features/receiver.py:Receiver._pulled": "a callback of the event loop; else readers would wait",
     "llm_workers/stages/chunk_adapter.py:ChunkTransferAdapter.save": "a pipeline's function; its request ends",

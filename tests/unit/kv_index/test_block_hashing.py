@@ -28,6 +28,7 @@ def image(index: int, digit: str, num_tokens: int = 20) -> MediaItem:
 
 TEXT_GOLDEN = ["ffa62429b7646bc92e125d8321b35258", "c78945aaec5919d33d471664b54159e2"]
 MEDIA_GOLDEN = ["ab5f60dd00f73b1a3c72aac4f3b63481", "cd5e6bd382c6299b3f8a5dd050d4717b"]
+ADAPTER_GOLDEN = ["5e2561d26a0b8e385d4832ad9687da1c", "cbcd41ae448a626da595dc068439316a"]
 
 PICTURE = (PlaceholderRange(offset=6, length=20, item=0, unit=0, row=0),)
 
@@ -103,6 +104,17 @@ def test_salt_isolates_every_block_and_cannot_pose_as_a_medium() -> None:
     assert all(a != b for a, b in zip(plain, salted, strict=True))
     media_key = extra_keys(0, 4, (PlaceholderRange(0, 4, 0, 0, 0),), [image(0, "a")])
     assert extra_keys(0, 4, (), (), cache_salt="mm") != media_key
+
+
+def test_an_adapter_isolates_every_block_and_can_not_pose_as_a_salt() -> None:
+    tokens = list(range(8))
+    plain, adapted = hashes_of(tokens, 4), hashes_of(tokens, 4, adapter="a")
+    assert [block.hex() for block in adapted] == ADAPTER_GOLDEN
+    assert all(a != b for a, b in zip(plain, adapted, strict=True))
+    assert extra_keys(0, 4, (), (), "a") != extra_keys(0, 4, (), (), "", "a")
+    assert keys_of_blocks(0, 2, 4, (), (), "s", "a") == {0: extra_keys(0, 4, (), (), "s", "a")}
+    assert len(extra_keys(0, 4, (), (), "s", "a")) == 2
+    assert keys_of_blocks(1, 2, 4, (), (), "s", "a") == {}
 
 
 class CountedRuns(tuple[PlaceholderRange, ...]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from scheduling_cases import reference
@@ -177,3 +178,13 @@ def test_commands_in_one_turn_keep_their_order() -> None:
         watched.engine.stop()
     with pytest.raises(EngineFailed, match="stopped"):
         watched.engine.check_health()
+
+
+def test_an_adapter_is_refused_alone(watched: Watched) -> None:
+    watched.engine.add(msgspec.structs.replace(request("a"), adapter="poet"), POSITIONS)
+    watched.engine.add(request("b"), POSITIONS)
+    watched.until(lambda: watched.finished())
+    (failed,) = [failed for update in watched.seen for failed in update.failed]
+    assert (failed.attempt.request_id, failed.error.code) == ("a", "model_not_found")
+    assert failed.error.message == "workers.engine is weft, which has no adapter `poet`"
+    assert watched.finished() == {"b": "length"}

@@ -1,5 +1,5 @@
-"""Tests that a request goes to workers that can take it, where workers of other pools can't: embeddings, speech, and
-prompts that are longer than a pool's context."""
+"""Tests that a request goes to workers that can take it, where workers of other pools can't: embeddings, speech,
+adapters, and prompts that are longer than a pool's context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from edge_client import served
 from router_chats import chat_body
 
 from deploy.testing import TINY_MODEL, FakeCluster, fake_cluster, settled
-from fabric.contracts import EMBEDDINGS, SPEECH
+from fabric.contracts import ADAPTERS, EMBEDDINGS, SPEECH
 from router.edge import create_app
 from router.router_config import SpeechSettings
 
@@ -81,6 +81,16 @@ async def test_spoken_answers_go_to_a_worker_that_can_hand_over_its_rows() -> No
                 response = await client.post("/v1/chat/completions", content=body)
                 assert response.status_code == 200, response.text
         assert num_requests(cluster) == [0, NUM_ASKED]
+
+
+async def test_an_adapter_is_computed_by_a_worker_that_has_it() -> None:
+    async with served(adapters={"poet": "/adapters/poet"}, num_workers=2) as (cluster, client):
+        publish(cluster, lacks=(ADAPTERS,))
+        for number in range(NUM_ASKED):
+            response = await client.post("/v1/chat/completions", content=chat_body(f"hi {number}", model="poet"))
+            assert response.status_code == 200, response.text
+        assert num_requests(cluster) == [0, NUM_ASKED]
+        assert {each.adapter for each in cluster.workers[1].requests} == {"poet"}
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(8, [0, NUM_ASKED]), (2048, None)])
