@@ -9,7 +9,7 @@
     doorstep_scheduler  makes vLLM's scheduler stop where a feature is missing
     feature_connector   copies features from a rank's inbox into vLLM's encoder cache
     rank_inboxes        pulls each feature into an inbox of every rank
-    rank_extension      makes ranks take positions and sent tokens from requests
+    rank_extension      makes ranks take positions and sent tokens from requests, and checks what they apply of adapters
     shared_names        removes the names of shared memory, so that a killed worker leaves none behind
     block_mirror        hashes vLLM's blocks as Weft does, and mirrors its prefix cache
     guide_grammar       lets vLLM follow Weft's grammars

@@ -2,7 +2,8 @@
 
 A request holds the prompt, the tokens that a former attempt has sent as outputs of its own, as a request that vLLM has
 preempted, and one entry per media item: its hash, its place and its grid. It holds no pixels, because the features come
-from the encoder pool. `check_supported` refuses what vLLM can't do for us before anything is queued.
+from the encoder pool. A request under a LoRA adapter names it by a number that is the same in every worker.
+`check_supported` refuses what vLLM can't do for us before anything is queued.
 """
 
 from __future__ import annotations
