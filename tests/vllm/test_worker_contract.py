@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -66,14 +65,10 @@ async def test_an_inbox_with_room_for_one_feature_serves_many() -> None:
         await check_an_inbox_with_room_for_one_feature_serves_many(small)
 
 
-async def test_two_ranks_have_features_of_their_own() -> None:
-    model = contract_model("qwen2_5_vl")
-    async with contract_rig(model, make_vllm_worker, num_ranks=2) as made:
-        of = made.model.prompt(made.text(40), 1, made.text(5))
-        request = made.request(of)
-        await made.run(request, of)
-        assert made.tokens(request) == made.model.answer(of, 6)
-        await made.assert_idle()
+def rank_processes() -> set[int]:
+    """Returns the ids of the processes in which vLLM's ranks run."""
+    children = multiprocessing.active_children()
+    return {child.pid for child in children if child.pid is not None and child.name.startswith("VllmWorker")}
 
 
 def shared_memory_of(process: int) -> list[str]:
@@ -83,14 +78,18 @@ def shared_memory_of(process: int) -> list[str]:
     return [line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line]
 
 
-async def test_a_killed_worker_would_leave_no_shared_memory() -> None:
-    async with contract_rig(contract_model("qwen2_5_vl"), make_vllm_worker, num_ranks=2) as made:
-        ranks = [child.pid for child in multiprocessing.active_children() if child.name.startswith("VllmWorker")]
+async def test_two_ranks_have_features_of_their_own_and_shared_memory_without_names() -> None:
+    """So a worker that is killed leaves no shared memory."""
+    model, others = contract_model("qwen2_5_vl"), rank_processes()
+    async with contract_rig(model, make_vllm_worker, num_ranks=2) as made:
+        ranks = rank_processes() - others
         assert len(ranks) == 2
-        for process in (os.getpid(), *ranks):
+        for process in ranks:
             shared = shared_memory_of(process)
             assert shared, "vLLM does not share memory in this way any more"
             assert [name for name in shared if not name.endswith("(deleted)")] == []
-        request = made.request(of := made.model.prompt(made.text(40), 1))
+        of = made.model.prompt(made.text(40), 1, made.text(5))
+        request = made.request(of)
         await made.run(request, of)
         assert made.tokens(request) == made.model.answer(of, 6)
+        await made.assert_idle()
