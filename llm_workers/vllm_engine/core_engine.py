@@ -108,7 +108,10 @@ class VllmEngine:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._address_to_pages: dict[str, Iterator[ChainPage]] = {}
         self._update = Update()
-        """Holds what the present turn has done since the last update was handed over."""
+        """Holds what the present turn has done since the last update was made."""
+        self._ready: list[Update] = []
+        """Holds the updates that are made. They are handed over when the ranks compute the next step, because the
+        event loop then needs the interpreter lock for as long as it sends tokens, and this thread does not."""
         self._seconds = {"step": 0.0, "output": 0.0}
         self._is_idle = True
         self._death: WeftError | None = None
@@ -183,12 +186,15 @@ class VllmEngine:
         self._may_start.wait()
         try:
             self._publish(self._update, is_forced=True)
+            self._hand_over_updates()
             while self._turn():
                 pass
+            self._hand_over_updates()
         except Exception as error:
             # This is the loop of the engine's thread; the owner of the updates ends every request.
             _LOG.exception("vLLM's engine core has died")
             self._death = WorkerLost(f"vLLM's engine core has died: {type(error).__name__}")
+            self._hand_over_updates()
             self._on_update(Update(death=self._death))
         self._close()
 
@@ -286,7 +292,7 @@ class VllmEngine:
         self._update, self._book = Update(), self._new_book()  # The reports count none of this.
 
     def _turn(self) -> bool:
-        """Runs the queued commands and one step, and hands over one update. Returns False after a call of `stop`."""
+        """Runs the queued commands and one step, and makes one update. Returns False after a call of `stop`."""
         self._update = Update()
         for command in self._pending():
             if command is None:
@@ -296,6 +302,7 @@ class VllmEngine:
         began_s = self._clock.now()
         outputs, has_executed = self._step()
         stepped_s = self._clock.now()
+        self._hand_over_updates()  # There was nothing to compute.
         update = self._update
         self._commit(outputs, update)
         update.released += self._board.take_unneeded()
@@ -306,6 +313,8 @@ class VllmEngine:
         if self._is_idle and not len(self._book):
             self._board.check_at_rest()
         self._publish(update)
+        if self._is_idle:
+            self._hand_over_updates()
         self._seconds["step"] += stepped_s - began_s
         self._seconds["output"] += self._clock.now() - stepped_s
         return True
@@ -355,6 +364,11 @@ class VllmEngine:
         if is_forced or not update.is_empty:
             update.stats = self._current_stats()
             update.at_s = self._clock.now()
+            self._ready.append(update)
+
+    def _hand_over_updates(self) -> None:
+        ready, self._ready = self._ready, []
+        for update in ready:
             self._on_update(update)
 
     def _current_stats(self) -> EngineStats:
@@ -511,7 +525,7 @@ class VllmEngine:
     # ------------------------------------------------------------ what the scheduler tells (StepListener)
 
     def planned(self, chunks: list[PlannedChunk]) -> None:
-        """Hands over an update that says what a step with prompt tokens is about to compute."""
+        """Makes an update that says what a step with prompt tokens is about to compute."""
         work = self._book.plan(chunks)
         if work.weighted_tokens:
             update = self._update
@@ -520,6 +534,9 @@ class VllmEngine:
             self._update = Update()
             if self._may_start.is_set():
                 self._publish(update)
+
+    def dispatched(self) -> None:
+        self._hand_over_updates()
 
     def committed(self, chunks: list[PlannedChunk], loads: list[FeatureLoad]) -> None:
         self._update.released += self._board.end_loads([load.unit for load in loads])

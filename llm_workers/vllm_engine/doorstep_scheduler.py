@@ -36,6 +36,10 @@ class StepListener(Protocol):
         """Takes a step that is about to be computed."""
         ...
 
+    def dispatched(self) -> None:
+        """Hears that the ranks have begun to compute the planned step."""
+        ...
+
     def committed(self, chunks: list[PlannedChunk], loads: list[FeatureLoad]) -> None:
         """Takes a step that was computed, and the features that it has loaded."""
         ...
@@ -129,6 +133,11 @@ def with_doorstep(base: type[Any]) -> type[Any]:
             planned = super().schedule(throttle_prefills)
             self.doorstep.listener.planned(planned_chunks(planned))
             return planned
+
+        def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> Any:
+            """Returns what vLLM's scheduler does. The core asks for it as soon as it has sent the step to the ranks."""
+            self.doorstep.listener.dispatched()
+            return super().get_grammar_bitmask(scheduler_output)
 
         def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
             outputs = super().update_from_output(scheduler_output, model_runner_output)
