@@ -37,7 +37,7 @@ class StepListener(Protocol):
         ...
 
     def dispatched(self) -> None:
-        """Hears that the ranks have begun to compute the planned step."""
+        """Takes the news that the ranks compute the planned step."""
         ...
 
     def committed(self, chunks: list[PlannedChunk], loads: list[FeatureLoad]) -> None:
