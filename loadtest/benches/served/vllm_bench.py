@@ -146,7 +146,8 @@ def run_vllm_engine(chosen: argparse.Namespace) -> BenchResult:
 
 def _engine_config(chosen: argparse.Namespace, model_dir: Path, dtype: str) -> ClusterConfig:
     device = {"device": chosen.device, "gpus_per_replica": int(chosen.device == "cuda")}
-    workers = {"engine": "vllm", "block_size": 128, "num_blocks": 512, "max_step_tokens": 2048, "max_sequences": 64}
+    # Blocks, steps and sequences are those of vLLM's own server by default, which compiles its graphs for them.
+    workers = {"engine": "vllm", "block_size": 128, "num_blocks": 512, "max_step_tokens": 2048, "max_sequences": 128}
     vllm = {"max_model_len": 1024}
     config = ClusterConfig.model_validate(
         {
