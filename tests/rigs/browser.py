@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,8 +52,9 @@ def browser() -> Iterator[Browser]:
     found = find_chromium()
     if found is None:
         pytest.skip("there is no Chromium; `make chromium` fetches one from Debian")
-    with sync_playwright() as playwright:
-        environment: dict[str, str | float | bool] = {**os.environ, **found.environment}
+    # Chromium sometimes leaves a folder behind, so it has a temporary folder of its own.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, sync_playwright() as playwright:
+        environment: dict[str, str | float | bool] = {**os.environ, **found.environment, "TMPDIR": folder}
         running = playwright.chromium.launch(executable_path=found.path, args=[*ARGUMENTS], env=environment)
         try:
             yield running
