@@ -32,7 +32,10 @@ def cluster() -> Iterator[ClusterProcess]:
 
 @pytest.fixture(scope="module")
 def client(cluster: ClusterProcess) -> PoolClient:
-    return PoolClient(cluster)
+    """A cluster is ready with one worker, so this waits for the other one."""
+    made = PoolClient(cluster)
+    eventually(lambda: pools_of(made.workers()) == ["main", "small"])
+    return made
 
 
 @pytest.fixture(scope="module")
