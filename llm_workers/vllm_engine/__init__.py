@@ -11,10 +11,11 @@
     rank_inboxes        pulls each feature into an inbox of every rank
     rank_extension      makes ranks take positions and sent tokens from requests, and checks what they apply of adapters
     shared_names        removes the names of shared memory, so that a killed worker leaves none behind
+    patient_waits       lets the engine core sleep while ranks on a CPU compute
     block_mirror        hashes vLLM's blocks as Weft does, and mirrors its prefix cache
     guide_grammar       lets vLLM follow Weft's grammars
 
 vLLM needs an environment of its own (`make install-vllm`), in which Ray starts the worker's process. This package is
 imported nowhere else; of it, only `engine_args`, `model_overrides`, `sequence_book`, `feature_board`, `rank_inboxes`,
-`block_mirror` and `shared_names` can be imported without vLLM.
+`block_mirror`, `patient_waits` and `shared_names` can be imported without vLLM.
 """

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from fabric.contracts import ConfigError
 from llm_workers.vllm_engine.model_overrides import CompleteConfig, needs_completion
+from llm_workers.vllm_engine.patient_waits import wait_patiently
 from llm_workers.vllm_engine.rank_inboxes import RankedSink
 from llm_workers.vllm_engine.shared_names import remove_shared_names
 
@@ -193,6 +194,9 @@ def core_maker(config: Any, sink: RankedSink) -> Callable[[Callable[[], None]], 
             raise ConfigError("the ranks of vLLM have opened no inbox")
         core.collective_rpc("remove_shared_names")  # All processes of the worker have mapped their memory by now.
         remove_shared_names()
+        if config.device_config.device_type == "cpu":
+            for answers in getattr(core.model_executor, "response_mqs", ()):
+                wait_patiently(answers._spin_condition)
         return core
 
     return make_core

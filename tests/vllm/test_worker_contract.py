@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from engine_contract import (
 from hearing_contract import HEARING_CHECKS
 from migration_contract import MIGRATION_CHECKS
 from vllm_rig import make_vllm_worker
+
+from llm_workers.vllm_engine import engine_args, patient_waits
 
 pytestmark = [pytest.mark.torch, pytest.mark.nixl, pytest.mark.asyncio(loop_scope="module")]
 
@@ -63,6 +66,27 @@ async def test_an_inbox_with_room_for_one_feature_serves_many() -> None:
     model = contract_model("qwen2_5_vl")
     async with contract_rig(model, make_vllm_worker, inbox_bytes=6000) as small:
         await check_an_inbox_with_room_for_one_feature_serves_many(small)
+
+
+async def test_the_engine_core_sleeps_while_its_ranks_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, slept = contract_model("qwen2_5_vl"), list[float]()
+    monkeypatch.setattr(patient_waits, "SPIN_S", 0.0)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    def wait_and_count(condition: patient_waits.SpinCondition) -> None:
+        patient_waits.wait_patiently(condition, sleep=sleep)
+
+    monkeypatch.setattr(engine_args, "wait_patiently", wait_and_count)
+    async with contract_rig(model, make_vllm_worker) as made:
+        slept.clear()
+        of = made.model.prompt(made.text(40), 1, made.text(5))
+        request = made.request(of)
+        await made.run(request, of)
+        assert made.tokens(request) == made.model.answer(of, 6)
+        assert set(slept) == {patient_waits.SLEEP_S}
 
 
 def rank_processes() -> set[int]:
