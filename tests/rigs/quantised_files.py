@@ -123,7 +123,7 @@ def write_checkpoint(
 ) -> Path:
     """Writes the files of `source` with other weights, and with `config` as their quantization_config."""
     directory.mkdir(parents=True, exist_ok=True)
-    for path in source.glob("*.json"):
+    for path in (*source.glob("*.json"), *source.glob("*.jinja")):
         shutil.copy(path, directory)
     save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
     if config is not None:

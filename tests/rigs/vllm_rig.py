@@ -33,6 +33,7 @@ def make_vllm_worker(
     num_ranks: int = 1,
     num_stages: int = 1,
     max_model_len: int = MAX_MODEL_LEN,
+    dtype: str = "float32",
     options: dict[str, Any] | None = None,
     *,
     is_overlapping: bool = False,
@@ -48,7 +49,7 @@ def make_vllm_worker(
     sink = RankedSink(inbox_bytes, num_ranks)
     vllm = VllmSettings(
         model_dir=str(model.directory),
-        dtype="float32",
+        dtype=dtype,
         block_size=settings.block_size,
         max_sequences=settings.max_sequences,
         max_step_tokens=settings.max_step_tokens,

@@ -1,0 +1,75 @@
+"""Serves a checkpoint in four bits by a real cluster: vLLM computes with the packed weights, and the encoder loads the
+towers of the same files. Weft's own engine refuses it by name."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chat_media import data_url, picture, png
+from cluster_process import launched, start_cluster
+from contract_model import ContractModel, contract_model
+from packed_weights import PACKED_FORMS, packed_model
+
+CHAT = "/v1/chat/completions"
+PYTHON = Path(f"{sys.prefix}-vllm") / "bin" / "python"
+SEED, SIZE = 3, (160, 96)
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.torch,
+    pytest.mark.skipif(not PYTHON.exists(), reason="`make install-vllm` was not run"),
+]
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> ContractModel:
+    return packed_model(contract_model("qwen2_5_vl"), PACKED_FORMS["awq"], tmp_path_factory.mktemp("awq"))
+
+
+def sections(model: ContractModel, **workers: Any) -> dict[str, dict[str, object]]:
+    return {
+        "model": {"path": str(model.directory), "name": "packed", "dtype": "bfloat16"},
+        "workers": {"max_step_tokens": 256, "max_sequences": 8, "block_size": 32} | workers,
+        "encoders": {"replicas": 1},
+    }
+
+
+def test_answers_are_those_of_the_values_that_packed_weights_stand_for(packed: ContractModel) -> None:
+    image = {"type": "image_url", "image_url": {"url": data_url(png(picture(SEED, *SIZE)))}}
+    question = {"type": "text", "text": "What do you see?"}
+    vllm = {"enforce_eager": True, "max_model_len": 2048}
+    with start_cluster(**sections(packed, engine="vllm", vllm=vllm)) as running, running.client() as client:
+        for content in ([question], [image, question]):
+            body = {"model": "packed", "messages": [{"role": "user", "content": content}], "max_tokens": 2}
+            more = {"temperature": 0, "logprobs": True, "top_logprobs": 20, "return_token_ids": True}
+            answer = client.post(CHAT, json=body | more)
+            assert answer.status_code == 200, answer.text
+            assert error_over_difference(packed, answer.json()) < 0.25
+
+
+def error_over_difference(packed: ContractModel, answer: dict[str, Any]) -> float:
+    """Returns how far the first log-probabilities of an answer are from those of the dequantised reference, over how
+    far those of the model that was quantised are from the latter."""
+    ids: list[int] = answer["prompt_token_ids"]
+    start, end = (packed.codec.token_id(f"<|vision_{side}|>") for side in ("start", "end"))
+    parts = [ids[: ids.index(start)], SEED, ids[ids.index(end) + 1 :]] if start in ids else [ids]
+    of = packed.prompt(*parts, size=SIZE)
+    assert list(of.token_ids) == ids
+    entries = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    found = torch.tensor(sorted(each["logprob"] for each in entries))
+    references = [
+        torch.log_softmax(model.generate(of, 1).logits[0][0].float(), -1)
+        for model in (packed, contract_model(packed.name))
+    ]
+    best = [each.sort().values[-len(found) :] for each in references]
+    return float((found - best[0]).abs().mean() / (best[1] - best[0]).abs().mean())
+
+
+def test_weft_s_own_engine_refuses_it_by_name(packed: ContractModel) -> None:
+    with launched(**sections(packed)) as starting:
+        assert starting.process.wait(60) != 0
+        assert "quantised by awq" in starting.log.read_text()
+        assert "workers.engine: vllm" in starting.log.read_text()
