@@ -12,7 +12,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "support.md"
 STATUSES = {"CI", "measured", "tested apart", "rendered", "never run"}
-RUN_IN_CI = ("tests/unit/", "tests/property/", "tests/contract/", "tests/parity/", "tests/e2e/", "tests/fault/")
+RUN_IN_CI = tuple(
+    f"tests/{each}/" for each in ("unit", "property", "contract", "parity", "e2e", "fault", "vllm", "vllm_cluster")
+)
 """Lists the folders of the tests that run where there is no GPU."""
 
 
