@@ -58,12 +58,12 @@ lint: install
 types: install
 	$(BIN)/mypy
 
-# A module of parity, e2e or fault stays in one process, because its tests share models or a cluster. Clusters need the
-# cores themselves, so at most two processes start them. The modules of e2e come in the order of its conftest: it puts
-# those that take longest first. The tests of gpu run alone.
+# A module of parity, e2e, fault or vllm stays in one process, because its tests share models or a cluster. Clusters need
+# the cores themselves, so at most two processes start them. The modules of e2e come in the order of its conftest: it
+# puts those that take longest first. The tests of gpu run alone.
 unit property contract: SPREAD = $(PARALLEL) --dist worksteal
 parity: SPREAD = $(PARALLEL) --dist loadfile
-e2e fault: SPREAD = -n logical --maxprocesses=2 --dist loadfile
+e2e fault vllm: SPREAD = -n logical --maxprocesses=2 --dist loadfile
 e2e: SPREAD += --no-loadscope-reorder
 
 # The dashboards for Grafana, as JSON beside what describes them.
@@ -122,8 +122,8 @@ gpu: install
 
 # vLLM as a worker's engine, on this CPU: the contract of workers, answers equal to transformers', and a real cluster.
 vllm: install install-vllm
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm -q
-	$(BIN)/python -m pytest tests/vllm_cluster -q
+	$(VLLM_VENV)/bin/python -m pytest tests/vllm -q $(SPREAD)
+	$(BIN)/python -m pytest tests/vllm_cluster -q $(SPREAD)
 
 # All unit, property and contract tests in one run, so that each process imports torch once.
 small: install

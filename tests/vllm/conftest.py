@@ -25,5 +25,5 @@ else:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Removes the folder that torch makes beside its cache of compiled code."""
+    """Removes the folder that torch makes beside its cache of compiled code; each process of a run has its own."""
     shutil.rmtree(Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}", ignore_errors=True)
