@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from deploy.config import ClusterConfig
-from deploy.workers_config import WorkerSection
 from fabric.contracts import ADAPTERS, EMBEDDINGS, SPEECH, ConfigError, Member, MemberPlace
 from modalities.checkpoint_files import read_quantisation
 from modalities.family import Family, ModelShape
@@ -81,11 +80,12 @@ def worker_lacks(config: ClusterConfig) -> tuple[str, ...]:
     return (ADAPTERS,) * bool(config.model.adapters) + (SPEECH,) * is_silent
 
 
-def waiting_share(config: ClusterConfig, section: WorkerSection) -> float:
-    """Returns how much of the work that waits at the routers a scaled pool of workers counts as its own: its part of
-    all workers that scaled pools may have. Pools that are not scaled can't grow for it."""
-    most = sum(each.most_replicas for each in config.all_workers if each.autoscaling.rules is not None)
-    return section.most_replicas / most
+def scaled_pools(config: ClusterConfig) -> dict[str, int]:
+    """Returns the largest size of each pool of workers that is scaled. Pools that are not can't grow for the work that
+    waits at the routers."""
+    return {
+        each.pool: each.workers.most_replicas for each in config.by_pool() if each.workers.autoscaling.rules is not None
+    }
 
 
 def pool_place(config: ClusterConfig, place: MemberPlace) -> MemberPlace:

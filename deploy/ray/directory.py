@@ -127,13 +127,13 @@ class DirectoryActor:
         """Takes the newest decision about the size of a pool."""
         self._pool_to_scaling[report.pool] = report
 
-    def scaling(self, router_id: MemberId, waiting: WaitingWork) -> tuple[ScalingReport, ...]:
+    def scaling(self, router_id: MemberId, waiting: Sequence[WaitingWork]) -> tuple[ScalingReport, ...]:
         """Takes what waits at a router, and returns the newest decision about each pool that is scaled."""
         self._waiting.tell(router_id, waiting, time.monotonic())
         return tuple(self._pool_to_scaling.values())
 
-    def waiting(self) -> WaitingWork:
-        """Returns what waits at all routers."""
+    def waiting(self) -> tuple[WaitingWork, ...]:
+        """Returns what waits at all routers, as one sum for what the same pools of workers can take."""
         return self._waiting.total(time.monotonic())
 
     def pid(self) -> int:
@@ -233,7 +233,7 @@ async def plane_keys(cluster: str) -> PlaneKeys:
 async def watch_scaling(
     cluster: str,
     router_id: MemberId,
-    waiting: Callable[[], WaitingWork],
+    waiting: Callable[[], Sequence[WaitingWork]],
     take: Callable[[Sequence[ScalingReport]], None],
 ) -> None:
     """Tells the directory what `waiting` says of this router, and passes the newest decisions about the sizes of pools

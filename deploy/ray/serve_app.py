@@ -41,13 +41,13 @@ from deploy.ray.ray_pools import NoEncoders, PinnedRequestRouter, RayEncoderPool
 from deploy.ray.replica_parts import change_levels, enter_cluster, find_member_place, member_metrics, replica_id
 from deploy.ray.serve_scaling import load_stats, serve_autoscaling
 from deploy.ray.stage_replica import RayStagePool, StageReplica, stage_options
-from deploy.scaling import EncoderMeter, WorkerMeter
+from deploy.scaling import EncoderMeter, PoolShares, WorkerMeter
 from deploy.sizing import inbox_bytes
 from deploy.speech_parts import close_connectors, open_connectors, stage_name
 from deploy.stages_config import StageSection
 from deploy.start_phases import LOADING, MEASURING, LoadingTeller
 from deploy.vllm_worker import open_vllm_sink, pipeline_stages, process_variables, worker_python
-from deploy.worker_pools import waiting_share, worker_record
+from deploy.worker_pools import scaled_pools, worker_record
 from deploy.workers_config import WorkerSection
 from fabric.contracts import (
     EncodeRequest,
@@ -95,7 +95,8 @@ def build_app(config: ClusterConfig, has_server: bool = True) -> Application:
 
 def _worker_deployment(config: ClusterConfig, own: ClusterConfig) -> Any:
     """Returns the deployment of a pool of workers; `own` is the config as the pool sees it."""
-    workers = _deployment(WorkerReplica, own.pool_deployment, config, own.workers)
+    shares = PoolShares(own.pool, scaled_pools(config))
+    workers = _deployment(WorkerReplica, own.pool_deployment, config, own.workers, shares)
     if own.workers.engine == "vllm":
         one_rank = _reserved(config, own.workers)
         return workers.options(ray_actor_options=one_rank | vllm_reservation(own, one_rank))
@@ -110,13 +111,16 @@ def _stage_deployment(config: ClusterConfig, stage: StageSection) -> Any:
 
 
 def _deployment(
-    replica: type, name: str, config: ClusterConfig, section: RouterSection | EncoderSection | WorkerSection
+    replica: type,
+    name: str,
+    config: ClusterConfig,
+    section: RouterSection | EncoderSection | WorkerSection,
+    shares: PoolShares | None = None,
 ) -> Any:
     rules = None if isinstance(section, RouterSection) else section.autoscaling.rules
     size: dict[str, Any] = {"num_replicas": max(section.replicas, 1)}
     if rules is not None:
-        share = waiting_share(config, section) if isinstance(section, WorkerSection) else 1.0
-        size = {"autoscaling_config": serve_autoscaling(rules, name, config.ray.cluster_name, share)}
+        size = {"autoscaling_config": serve_autoscaling(rules, name, config.ray.cluster_name, shares)}
     # An encoder first finishes its calls, and then waits until workers have read what it holds for them.
     num_drains = 2 if isinstance(section, EncoderSection) else 1
     return _served(replica, name, config, size, _reserved(config, section), num_drains)

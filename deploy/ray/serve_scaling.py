@@ -27,7 +27,7 @@ import ray
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from deploy.ray import directory
-from deploy.scaling import PoolScaler, ReplicaLoad, ScalingDecision, ScalingRules, waiting_load
+from deploy.scaling import PoolScaler, PoolShares, ReplicaLoad, ScalingDecision, ScalingRules, waiting_load
 from fabric.contracts import ScalingReport, WaitingWork
 
 _LOG = logging.getLogger("ray.serve")
@@ -38,14 +38,16 @@ SENDS_PER_INTERVAL = 2.0
 """A replica sends its load this often in an interval."""
 
 
-def serve_autoscaling(rules: ScalingRules, pool: str, cluster: str, share: float = 1.0) -> AutoscalingConfig:
-    """Returns the config with which Serve scales a pool by `rules`. The pool counts `share` of the work that waits at
-    the routers as its own."""
+def serve_autoscaling(
+    rules: ScalingRules, pool: str, cluster: str, shares: PoolShares | None = None
+) -> AutoscalingConfig:
+    """Returns the config with which Serve scales a pool by `rules`. A pool of workers counts its part of the work that
+    waits at the routers as its own, by `shares`."""
     send_s = rules.interval_s / SENDS_PER_INTERVAL
     kwargs = {
         "pool": pool,
         "cluster": cluster,
-        "share": share,
+        "shares": None if shares is None else (shares.pool, dict(shares.pool_to_most)),
         "rules": {name: getattr(rules, name) for name in ScalingRules.__dataclass_fields__},
     }
     with warnings.catch_warnings():
@@ -70,14 +72,17 @@ def load_stats(load: ReplicaLoad) -> dict[str, float]:
 class PoolPolicy:
     """A `PoolPolicy` is Serve's autoscaling policy for one pool. It lives in Serve's controller."""
 
-    def __init__(self, pool: str, cluster: str, rules: dict[str, Any], share: float = 1.0) -> None:
-        self._pool, self._cluster, self._share = pool, cluster, share
+    def __init__(
+        self, pool: str, cluster: str, rules: dict[str, Any], shares: tuple[str, dict[str, int]] | None = None
+    ) -> None:
+        self._pool, self._cluster = pool, cluster
+        self._shares = None if shares is None else PoolShares(*shares)
         self._scaler = PoolScaler(ScalingRules(**rules))
         self._reasons: Counter[str] = Counter()
         self._directory: Any = None
-        self._asked: Future[WaitingWork] | None = None
+        self._asked: Future[tuple[WaitingWork, ...]] | None = None
         self._asked_at_s = -ASK_S
-        self._waiting = WaitingWork()
+        self._waiting: tuple[WaitingWork, ...] = ()
         """Holds what waits at the routers, by the newest answer of the directory."""
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
@@ -92,7 +97,7 @@ class PoolPolicy:
             now_s,
             target,
             {name: loads[name] if name in heard else None for name in running},
-            waiting_load(self._pool, self._waiting.times(self._share)),
+            waiting_load(self._pool, self._waiting, self._shares),
         )
         self._reasons[decision.reason] += 1
         if decision.num_replicas != target:
@@ -108,7 +113,7 @@ class PoolPolicy:
             try:
                 self._waiting = asked.result()
             except ray.exceptions.RayError:
-                self._waiting, self._directory = WaitingWork(), None
+                self._waiting, self._directory = (), None
         if self._asked is None and now_s - self._asked_at_s >= ASK_S:
             self._asked_at_s = now_s
             if (actor := self._reached()) is not None:

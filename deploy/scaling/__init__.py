@@ -10,13 +10,14 @@ knows nothing of Ray, and of no clock but the times that are passed in.
 """
 
 from deploy.scaling.pool_scaler import PoolScaler, ScalingDecision, ScalingRules, ScalingTerms
-from deploy.scaling.replica_load import ArrivedWork, EncoderMeter, ReplicaLoad, WorkerMeter, waiting_load
+from deploy.scaling.replica_load import ArrivedWork, EncoderMeter, PoolShares, ReplicaLoad, WorkerMeter, waiting_load
 from deploy.scaling.waiting_board import WaitingBoard
 
 __all__ = [
     "ArrivedWork",
     "EncoderMeter",
     "PoolScaler",
+    "PoolShares",
     "ReplicaLoad",
     "ScalingDecision",
     "ScalingRules",

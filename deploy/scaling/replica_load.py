@@ -21,6 +21,7 @@ The module knows nothing of pools, of decisions, or of how a load travels.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from fabric.contracts import EncoderReport, WaitingWork, WorkerReport
@@ -48,12 +49,30 @@ class ReplicaLoad(NamedTuple):
     """Counts the requests or items that are open. It is only shown; work is measured in seconds."""
 
 
-def waiting_load(pool: str, work: WaitingWork) -> ReplicaLoad:
-    """Returns what the requests that wait at the routers are to a pool, as the load of a replica. Their prompts wait
-    for the workers. Their media have arrived, but wait for no encoder: an encoder could begin at once."""
-    if pool != "encoder":
-        return ReplicaLoad(work.worker_s, work.worker_s, memory_use=work.kv_share)
-    return ReplicaLoad(arrived_s=work.encoder_s)
+class PoolShares(NamedTuple):
+    """A `PoolShares` says which share of the work that waits at the routers a pool of workers counts as its own: its
+    part of all workers that those scaled pools may have which can take the work. Each pool with all of it would grow
+    for the same work, and a pool that can't take it would grow in vain."""
+
+    pool: str
+    pool_to_most: Mapping[str, int]
+    """Holds the largest size of each pool that is scaled."""
+
+    def of(self, work: WaitingWork) -> float:
+        """Returns the share of the pool, which is scaled, in some work."""
+        able = {pool: most for pool, most in self.pool_to_most.items() if pool not in work.barred_pools}
+        return able[self.pool] / sum(able.values()) if self.pool in able else 0.0
+
+
+def waiting_load(kind: str, works: Iterable[WaitingWork], shares: PoolShares | None = None) -> ReplicaLoad:
+    """Returns what the requests that wait at the routers are to a pool of encoders or workers, as the load of a
+    replica. Their prompts wait for the workers, in the `shares` of several pools. Their media have arrived, but wait
+    for no encoder: an encoder could begin at once."""
+    if kind == "encoder":
+        return ReplicaLoad(arrived_s=sum(work.encoder_s for work in works))
+    parts = [(work, 1.0 if shares is None else shares.of(work)) for work in works]
+    worker_s = sum(work.worker_s * share for work, share in parts)
+    return ReplicaLoad(worker_s, worker_s, memory_use=sum(work.kv_share * share for work, share in parts))
 
 
 class ArrivedWork:

@@ -186,7 +186,7 @@ from fabric.contracts.messages import (
     feature_nbytes,
 )
 from fabric.contracts.reported_metrics import ProcessStats, metrics_of
-from fabric.contracts.scaling_reports import ScalingReport, WaitingWork
+from fabric.contracts.scaling_reports import ScalingReport, WaitingWork, sum_waiting
 from fabric.contracts.stage_calls import (
     StageFrame,
     StageFrames,
@@ -367,6 +367,7 @@ __all__ = [
     "request_id",
     "split_hashes",
     "stage_key",
+    "sum_waiting",
     "uniform",
     "wait_s",
     "waits_s",

@@ -7,6 +7,7 @@ no member knows of yet travels to the policy. The module knows nothing of how a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated
 
 from fabric.contracts.calls import Wire
@@ -14,7 +15,8 @@ from fabric.contracts.reported_metrics import gauge
 
 
 class WaitingWork(Wire, frozen=True):
-    """A `WaitingWork` is what requests that wait at routers will be to the pools, while no member knows of them."""
+    """A `WaitingWork` is what requests that wait at routers will be to the pools, while no member knows of them. The
+    same pools of workers can take all of these requests."""
 
     worker_s: float = 0.0
     """Predicts the time that their prompts add to the steps of one worker."""
@@ -22,16 +24,27 @@ class WaitingWork(Wire, frozen=True):
     """Says how many workers' KV blocks their prompts fill."""
     encoder_s: float = 0.0
     """Predicts the time that their media add to the forward passes of one encoder."""
+    barred_pools: tuple[str, ...] = ()
+    """Names the pools of workers that can't take them (`Member.pool`), in the order of the alphabet."""
 
     def plus(self, other: WaitingWork) -> WaitingWork:
-        """Returns the sum of both."""
+        """Returns the sum of both, which the same pools can take."""
+        assert self.barred_pools == other.barred_pools
         return WaitingWork(
-            self.worker_s + other.worker_s, self.kv_share + other.kv_share, self.encoder_s + other.encoder_s
+            self.worker_s + other.worker_s,
+            self.kv_share + other.kv_share,
+            self.encoder_s + other.encoder_s,
+            self.barred_pools,
         )
 
-    def times(self, share: float) -> WaitingWork:
-        """Returns a share of it."""
-        return WaitingWork(self.worker_s * share, self.kv_share * share, self.encoder_s * share)
+
+def sum_waiting(works: Iterable[WaitingWork]) -> tuple[WaitingWork, ...]:
+    """Returns the sums of works that the same pools can take."""
+    barred_to_sum: dict[tuple[str, ...], WaitingWork] = {}
+    for work in works:
+        known = barred_to_sum.get(work.barred_pools)
+        barred_to_sum[work.barred_pools] = work if known is None else known.plus(work)
+    return tuple(barred_to_sum.values())
 
 
 class ScalingReport(Wire, frozen=True):

@@ -317,7 +317,7 @@ class SimRouter:
         room = self._room_need(routed) if self._settings.waits_for_room else None
         return Waiter(age, need, deadline_s, room=room, since_s=now, lacks_members=lacks_members)
 
-    def waiting_work(self) -> WaitingWork:
+    def waiting_work(self) -> tuple[WaitingWork, ...]:
         """Returns the work of the requests that wait here for room or for their turn."""
         return self._waiting.waiting_work(self._loop.now())
 
@@ -544,7 +544,7 @@ class SimRouter:
         routed.waiter, routed.lacks_members = waiter, waiter.lacks_members
         self._waiter_to_routed[id(waiter)] = routed
         if waiter.room is not None:
-            waiter.work = self.cluster.predicted_work(waiter.room, routed.query, self._loop.now())
+            waiter.work = self.cluster.predicted_work(waiter.room, routed.query, frozenset(), self._loop.now())
         self._waiting.join(waiter)
         self._set_timer()
 

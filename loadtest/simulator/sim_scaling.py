@@ -20,7 +20,7 @@ from deploy.scaling import (
     WorkerMeter,
     waiting_load,
 )
-from fabric.contracts import MemberId, WaitingWork
+from fabric.contracts import MemberId
 from loadtest.simulator.sim_cluster import SimCluster
 from loadtest.simulator.sim_encoder import SimEncoder
 from loadtest.simulator.sim_worker import SimWorker
@@ -85,10 +85,9 @@ class PoolAutoscaler:
         names = [member.member.member_id for member in self._running()]
         heard = self._scaler.hear(now_s, names, {name: self._loads[name][0] for name in names if name in self._loads})
         loads = {str(name): self._loads[name][1] if name in heard else None for name in names}
-        work = WaitingWork()
-        for router in self._cluster.routers if self._sees_routers else ():
-            work = work.plus(router.waiting_work())
-        decision = self.last = self._scaler.decide(now_s, self._target, loads, waiting_load(self.kind, work))
+        routers = self._cluster.routers if self._sees_routers else ()
+        works = [work for router in routers for work in router.waiting_work()]
+        decision = self.last = self._scaler.decide(now_s, self._target, loads, waiting_load(self.kind, works))
         self.sizes.append((now_s, len(names)))
         if decision.num_replicas != self._target:
             self.changes.append(SizeChange(now_s, self.kind, self._target, decision.num_replicas, decision.told()))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple, Protocol
 
-from fabric.contracts import MemberId, WaitingWork
+from fabric.contracts import MemberId, WaitingWork, sum_waiting
 from router.planning.kv_room import ROOM_NOW, KvRoom, RoomNeed
 
 FIRST_ON_THE_WAY = 16
@@ -234,18 +234,19 @@ class CapacityQueue:
     def num_on_the_way(self) -> int:
         return sum(len(group.on_the_way) for group in self._groups.values())
 
-    def waiting_work(self, now: float) -> WaitingWork:
-        """Returns the work of the requests that wait for room or for their turn. Those whose members are missing do not
-        count: more members of that kind would be there no sooner than the one that is missing. The cost of this call
-        grows with the number of waiters, so it is for every second and not for every request."""
-        total, asked = WaitingWork(), dict[tuple[frozenset[str], frozenset[MemberId]], bool]()
+    def waiting_work(self, now: float) -> tuple[WaitingWork, ...]:
+        """Returns the work of the requests that wait for room or for their turn, as one sum for those that the same
+        pools of workers can take. Those whose members are missing do not count: more members of that kind would be
+        there no sooner than the one that is missing. The cost of this call grows with the number of waiters, so it is
+        for every second and not for every request."""
+        works, asked = list[WaitingWork](), dict[tuple[frozenset[str], frozenset[MemberId]], bool]()
         for waiter in self._waiting:
             key = waiter.need.modalities, waiter.need.excluded(now)
             if key not in asked:
                 asked[key] = self._supply.can_serve(*key, now)
             if asked[key]:
-                total = total.plus(waiter.work)
-        return total
+                works.append(waiter.work)
+        return sum_waiting(works)
 
     def num_tokens_ahead(self, newcomer: Waiter, now: float) -> int:
         """Counts the prompt tokens of the waiting requests that may get room before a request that joins now. Those of

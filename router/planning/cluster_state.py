@@ -282,12 +282,14 @@ class ClusterState:
         worker_to_shared = {member.member_id: num for member, num in members if member is not None}
         return self._rooms.room(need, worker_to_shared, barred, now)
 
-    def predicted_work(self, need: RoomNeed, media: MediaOfPrompt, now: float) -> WaitingWork:
-        """Returns what a request will be to the members, without what the worker with the longest cached prefix has of
-        its prompt."""
+    def predicted_work(
+        self, need: RoomNeed, media: MediaOfPrompt, barred: frozenset[MemberId], now: float
+    ) -> WaitingWork:
+        """Returns what a request that the workers in `barred` can't take will be to the members, without what the
+        worker with the longest cached prefix has of its prompt."""
         workers = self.columns(now).workers
         covered = int((self._depths(need.scheme_to_hashes) * workers.block_size[: len(workers)]).max(initial=0))
-        return predicted_work(need, media, covered, workers, self._learning, now)
+        return predicted_work(need, media, covered, barred, workers, self._learning, now)
 
     def next_return_s(self, now: float) -> float | None:
         """Returns when the next exclusion ends, or None if no member is excluded."""

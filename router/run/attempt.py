@@ -73,6 +73,8 @@ class Attempt:
         self._kept_out = kept_out
         self.track: AudioTrack | None = None
         """Takes the sound of the answer; None if the client wants text alone."""
+        self.lacks_stage = False
+        """Tells whether the attempt has no plan because a stage behind the worker has no replica that can be used."""
         self._speech: SpeechCalls | None = None
         self._generate: asyncio.Task[GenerateResult] | None = None
         self._dispatcher: EncodeDispatcher | None = None
@@ -137,7 +139,11 @@ class Attempt:
             return None
         if worker is None:
             raise NoCapacity(f"the worker {plan.worker_id} has left the cluster")
-        stage_plan = self._context.stages.plan(worker, excluded, now)
+        try:
+            stage_plan = self._context.stages.plan(worker, excluded, now)
+        except NoCapacity:
+            self.lacks_stage = True
+            raise
         spoken = SpokenAttempt(
             self.attempt_id,
             self._age,

@@ -226,7 +226,7 @@ class CapacityGate:
     def num_waiting(self) -> int:
         return self._queue.num_waiting
 
-    def waiting_work(self) -> WaitingWork:
+    def waiting_work(self) -> tuple[WaitingWork, ...]:
         """Returns the work of the requests that wait for room or for their turn."""
         return self._queue.waiting_work(self.clock.now())
 

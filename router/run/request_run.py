@@ -274,7 +274,7 @@ class RequestRun:
                     continue
                 if not isinstance(error, RETRIED) or isinstance(error, MachineBusy | DeadlineOutOfReach):
                     raise
-                if attempt.plan is None and self._lacks_stages(error):
+                if attempt.lacks_stage:
                     await self._await_stages(error)
                     continue
                 if attempt.plan is None:
@@ -348,9 +348,6 @@ class RequestRun:
             await attempt.spoken()
             track.end()
             self.stream.write(0, "")  # A given answer has no frame of tokens that would have brought its finish.
-
-    def _lacks_stages(self, error: WeftError) -> bool:
-        return isinstance(error, NoCapacity) and self.stream.audio is not None and bool(self._context.of_kind("worker"))
 
     async def _await_stages(self, error: WeftError) -> None:
         """Waits until a replica of the missing stage may be there. Raises the error once `capacity_wait_s` is over."""
@@ -449,8 +446,9 @@ class RequestRun:
         is_refused = self._setbacks.is_only_busy and not self._turn.waited_s
         if self._setbacks.is_to_blame or is_refused:
             raise self._setbacks.verdict(error) from error
-        if not await self._turn.await_members(self._prompt, self._num_generated, error.message):
-            message = f"{error.message}, and none came within {self._turn.waited_s:.3g} s"
+        shortage = self._turn.shortage(error)
+        if not await self._turn.await_members(self._prompt, self._num_generated, shortage):
+            message = f"{shortage}, and none came within {self._turn.waited_s:.3g} s"
             raise self._setbacks.verdict(NoCapacity(message)) from error
 
 

@@ -20,6 +20,7 @@ from fabric.contracts import (
     MemberId,
     NoCapacity,
     Overloaded,
+    WeftError,
 )
 from fabric.transport import ALIGNMENT_BYTES, HEADER_BYTES
 from router.observe import RequestTrace
@@ -106,6 +107,14 @@ class Turn:
         self._check_deadline(0.0)
         return False
 
+    def shortage(self, error: WeftError) -> str:
+        """Returns what is missing for a plan that failed with `error`. The planner does not know of workers that can't
+        take the request."""
+        excluded = self._setbacks.excluded(self._context.clock.now()) | self.kept_out
+        if self._unable and not self._context.cluster.can_serve(frozenset(), excluded, self._context.clock.now()):
+            return "no worker that can take the request is available"
+        return error.message
+
     def leave(self, has_arrived: bool = False) -> None:
         """Gives up the place in the queue, because the request has its first token or its attempt has ended."""
         if self._wait is not None:
@@ -191,7 +200,8 @@ class Turn:
         """Waits in the queue for what the prompt needs. Returns False if the time was over before that was there."""
         began_s = self._context.clock.now()
         if waiter.room is not None:
-            waiter.work = self._context.cluster.predicted_work(waiter.room, prompt, began_s)
+            barred = self._too_small | self._unable
+            waiter.work = self._context.cluster.predicted_work(waiter.room, prompt, barred, began_s)
         self._trace.add("waiting", reason=reason)
         self._wait = wait = self._gate.join(waiter)
         is_served = False

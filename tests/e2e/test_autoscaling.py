@@ -4,8 +4,10 @@ first tests ask the policy as Serve's controller does, without a cluster."""
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,10 +133,11 @@ def scaled() -> Iterator[ClusterProcess]:
 
 
 class Load:
-    """A `Load` asks questions and keeps every answer."""
+    """A `Load` asks questions, the bodies of which `body_of` returns by number, and keeps every answer."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, body_of: Callable[[int], dict[str, Any]]) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=180)
+        self._body_of = body_of
         self._next = len(LONG)
         self.answers: dict[int, list[int]] = {}
         self.failures: list[str] = []
@@ -142,7 +145,7 @@ class Load:
     async def ask(self, number: int) -> None:
         """Asks a question. A greedy answer depends on neither members nor batches, so one that was given before must
         come again."""
-        answer = await self._http.post("/v1/chat/completions", json=body(number))
+        answer = await self._http.post("/v1/chat/completions", json=self._body_of(number))
         if answer.status_code != 200:
             self.failures.append(f"{number}: {answer.status_code} {answer.text[:200]}")
             return
@@ -160,16 +163,21 @@ class Load:
 
 
 async def until_sizes(cluster: ClusterProcess, wanted: dict[str, int], deadline_s: float) -> None:
-    """Waits until the directory has these numbers of members."""
-    sizes: dict[str, int] = {}
+    """Waits until the directory has these numbers of members in the pools."""
+    sizes: Counter[str] = Counter()
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as http:
         while time.monotonic() < deadline_s:
             members = (await http.get("/weft/members")).json()["members"]
-            sizes = {kind: sum(each["kind"] == kind for each in members) for kind in ("encoder", "worker")}
-            if sizes == wanted:
+            sizes = Counter(pool_of(each) for each in members if each["kind"] in ("encoder", "worker"))
+            if sizes == Counter(wanted):
                 return
             await asyncio.sleep(0.25)
     raise AssertionError(f"the pools never had the sizes {wanted}, but {sizes}; decisions: {scaling(cluster)}")
+
+
+def pool_of(member: dict[str, Any]) -> str:
+    """Returns the name that decisions give the pool of a member."""
+    return member["kind"] if member.get("pool", "main") == "main" else f"{member['kind']}-{member['pool']}"
 
 
 def scaling(cluster: ClusterProcess) -> dict[str, float]:
@@ -177,7 +185,7 @@ def scaling(cluster: ClusterProcess) -> dict[str, float]:
 
 
 async def grow_and_shrink(cluster: ClusterProcess) -> Load:
-    load, stop, deadline_s = Load(cluster.url), asyncio.Event(), time.monotonic() + LIMIT_S
+    load, stop, deadline_s = Load(cluster.url, body), asyncio.Event(), time.monotonic() + LIMIT_S
     clients = [asyncio.create_task(load.keep_asking(stop)) for _ in range(NUM_CLIENTS)]
     await until_sizes(cluster, {"encoder": 2, "worker": 2}, deadline_s)
     stop.set()
@@ -215,39 +223,65 @@ def test_both_pools_grow_and_shrink_under_load(scaled: ClusterProcess) -> None:
     assert "the workers go from 2 to 1 (less work)" in log
 
 
-# ------------------------------------------------------------ requests that wait at the router
+# ------------------------------------------------------------ requests that wait at the router, for one of two pools
 
-WAITING = 'weft_autoscaling_waiting_memory_replicas{pool="worker"}'
-PROMPT = "Say it again, please. " * 40
-NARROW: dict[str, dict[str, object]] = {
+NUM_WAITING = 16
+NARROW = {"step_delay_s": 0.02, "autoscaling": SCALING}
+POOLS: dict[str, dict[str, object]] = {
     "server": {"port": 0, "drain_s": 2},
     "encoders": {"replicas": 0},
-    "workers": {"autoscaling": SCALING | {"downscale_delay_s": 600.0}, "num_blocks": 48, "step_delay_s": 0.02},
+    "workers": NARROW | {"num_blocks": 96},
+    "more_workers": {"short": NARROW | {"num_blocks": 12}},
 }
-"""The KV blocks of a worker hold two or three of the prompts."""
+"""The KV blocks of a worker of the first pool hold a few of the prompts, and those of the other pool none."""
 
 
-async def ask_all(cluster: ClusterProcess) -> tuple[list[int], float]:
-    """Asks more at once than the KV blocks hold. Returns the statuses of the answers, and the largest number of
-    replicas for which KV blocks were waited for at the router, by the policy's decisions until the last answer."""
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=180) as http:
-
-        async def ask(number: int) -> int:
-            prompt = {"model": cluster.model, "prompt": f"{number} {PROMPT}", "max_tokens": 100, "ignore_eos": True}
-            return (await http.post("/v1/completions", json=prompt)).status_code
-
-        asking = [asyncio.create_task(ask(number)) for number in range(24)]
-        waiting = 0.0
-        while not all(each.done() for each in asking):
-            waiting = max(waiting, (await asyncio.to_thread(scaling, cluster)).get(WAITING, 0.0))
-            await asyncio.sleep(0.25)
-        return [each.result() for each in asking], waiting
+def long_prompt(number: int) -> dict[str, Any]:
+    length = {"max_tokens": 300 if number in LONG else 60, "temperature": 0, "ignore_eos": True}
+    question = user(f"{number} " + "Say it again, please. " * 40)
+    return {"model": "weft-demo", "messages": question, "return_token_ids": True} | length
 
 
-def test_what_waits_at_the_router_brings_a_worker() -> None:
-    with start_cluster(**NARROW) as cluster:
-        statuses, waiting = asyncio.run(ask_all(cluster))
-        assert statuses == [200] * 24
-        assert waiting > 1.0, "more waits than one worker holds, and the policy learns of it"
-        deadline_s = time.monotonic() + LIMIT_S
-        asyncio.run(until_sizes(cluster, {"encoder": 0, "worker": 2}, deadline_s))
+def numbers_of(cluster: ClusterProcess, pool: str) -> dict[str, float]:
+    """Returns the numbers of decisions about a pool: how often each reason decided, and the others by name."""
+    of_pool = {name.partition("{"): value for name, value in scaling(cluster).items() if f'pool="{pool}"' in name}
+    return {
+        "".join(re.findall(r'reason="([^"]+)"', labels)) or name.removeprefix("weft_autoscaling_"): value
+        for (name, _, labels), value in of_pool.items()
+    }
+
+
+async def grow_one(cluster: ClusterProcess) -> tuple[Load, float]:
+    """Asks more at once than the KV blocks of the first pool hold until it has grown, and then little until it has
+    shrunk, with long answers on the way. Returns the load, and the largest number of replicas for which KV blocks were
+    waited for at the router, by the decisions about that pool."""
+    load, stop, deadline_s, waiting = Load(cluster.url, long_prompt), asyncio.Event(), time.monotonic() + LIMIT_S, 0.0
+    clients = [asyncio.create_task(load.keep_asking(stop)) for _ in range(NUM_WAITING)]
+    grown = asyncio.create_task(until_sizes(cluster, {"worker": 2, "worker-short": 1}, deadline_s))
+    while not grown.done():
+        numbers = await asyncio.to_thread(numbers_of, cluster, "worker")
+        waiting = max(waiting, numbers.get("waiting_memory_replicas", 0.0))
+        await asyncio.sleep(0.25)
+    await grown
+    stop.set()
+    await asyncio.gather(*clients)
+    lasting = [asyncio.create_task(load.ask(number)) for number in (0, 1)]
+    await until_sizes(cluster, {"worker": 1, "worker-short": 1}, deadline_s)
+    await asyncio.gather(*lasting)
+    await asyncio.gather(*(load.ask(number) for number in list(load.answers)[-2:]))
+    await load.close()
+    return load, waiting
+
+
+def test_what_waits_at_the_router_brings_workers_of_the_pool_that_can_take_it() -> None:
+    with start_cluster(**POOLS) as cluster:
+        load, waiting = asyncio.run(grow_one(cluster))
+        grown, other = numbers_of(cluster, "worker"), numbers_of(cluster, "worker-short")
+    assert load.failures == []
+    assert len(load.answers) > NUM_WAITING
+    assert waiting > 1.0, "more waits than one worker holds, and the policy learns of it"
+    growing, shrinking = {"work", "queue", "memory", "bounds"}, "less work"
+    assert growing & grown.keys()
+    assert shrinking in grown
+    assert not (growing | {shrinking}) & other.keys(), f"the other pool never grew: {other}"
+    assert (grown["desired_replicas"], other["desired_replicas"]) == (1.0, 1.0)

@@ -347,9 +347,13 @@ def test_the_work_of_requests_whose_members_are_missing_is_left_out() -> None:
     ]
     for waiter in waiters:
         queue.join(waiter)
-    assert queue.waiting_work(1.0) == WaitingWork(4.0, 1.0, 0.0)
+    assert queue.waiting_work(1.0) == (WaitingWork(4.0, 1.0, 0.0),)
     pools.has_encoder = True
-    assert queue.waiting_work(1.0) == WaitingWork(6.0, 1.5, 8.0)
+    assert queue.waiting_work(1.0) == (WaitingWork(6.0, 1.5, 8.0),)
+    barred = WaitingWork(1.0, 0.25, barred_pools=("small",))
+    queue.join(Waiter((9.0, ""), CapacityNeed(), 100.0, room=RoomNeed(2), work=barred))
+    assert set(queue.waiting_work(1.0)) == {WaitingWork(6.0, 1.5, 8.0), barred}
+    waiters += [each for each in queue._waiting if each.work is barred]
     for waiter in waiters:
         queue.leave(waiter)
-    assert queue.waiting_work(1.0) == WaitingWork()
+    assert queue.waiting_work(1.0) == ()

@@ -14,13 +14,13 @@ from deploy import compose, worker_pools
 from deploy.cli import main
 from deploy.config import ClusterConfig
 from deploy.config_file import check_config
-from deploy.scaling import waiting_load
+from deploy.scaling import PoolShares, ReplicaLoad, waiting_load
 from deploy.sizing import budget as memory
 from deploy.sizing import inbox_bytes, too_few_gpus
 from deploy.sizing.budget import budget_lines, plan_budget
 from deploy.sizing.device_use import GpuNeed, gpu_needs, shared_kinds
 from deploy.vllm_worker import check_environment, check_options_there
-from deploy.worker_pools import waiting_share, worker_lacks, worker_record
+from deploy.worker_pools import scaled_pools, worker_lacks, worker_record
 from fabric.contracts import EMBEDDINGS, SPEECH, ConfigError, KvScheme, Member, MemberId, WaitingWork
 
 Captured = pytest.CaptureFixture[str]
@@ -212,13 +212,21 @@ def test_scaled_pools_share_what_waits_by_their_largest_sizes() -> None:
         return {"autoscaling": {"max_replicas": most}}
 
     whole = parsed(workers=scaled(2), more_workers={"b": scaled(6), "c": {"replicas": 9}})
-    shares = [waiting_share(whole, each) for each in whole.all_workers[:2]]
-    assert shares == [0.25, 0.75]
+    assert scaled_pools(whole) == {"main": 2, "b": 6}, "a pool that does not grow leaves all to the others"
+    assert scaled_pools(whole.of_pool("b")) == {"main": 2, "b": 6}
+    shares = [PoolShares(pool, scaled_pools(whole)) for pool in ("main", "b")]
     work = WaitingWork(worker_s=8.0, kv_share=4.0, encoder_s=2.0)
-    assert [waiting_load(f"worker-{share}", work.times(share)).queue_s for share in shares] == [2.0, 6.0]
-    assert [waiting_load("worker-b", work.times(share)).memory_use for share in shares] == [1.0, 3.0]
-    alone = parsed(workers=scaled(4), more_workers={"c": {"replicas": 9}})
-    assert waiting_share(alone, alone.workers) == 1.0, "a pool that does not grow leaves all to the others"
+    assert [waiting_load("worker", [work], each) for each in shares] == [
+        ReplicaLoad(2.0, 2.0, memory_use=1.0),
+        ReplicaLoad(6.0, 6.0, memory_use=3.0),
+    ]
+    barred = WaitingWork(5.0, 1.0, barred_pools=("b", "c"))
+    assert [waiting_load("worker", [work, barred], each) for each in shares] == [
+        ReplicaLoad(7.0, 7.0, memory_use=2.0),
+        ReplicaLoad(6.0, 6.0, memory_use=3.0),
+    ]
+    nobody = WaitingWork(5.0, 1.0, barred_pools=("b", "main"))
+    assert [waiting_load("worker", [nobody], each) for each in shares] == [ReplicaLoad()] * 2
 
 
 # ------------------------------------------------------------ records

@@ -105,8 +105,8 @@ def test_what_waits_at_the_routers_is_in_every_need() -> None:
 
 def test_prompts_wait_for_workers_and_media_wait_for_no_encoder() -> None:
     work = WaitingWork(worker_s=12.0, kv_share=1.4, encoder_s=9.0)
-    assert waiting_load("worker", work) == ReplicaLoad(queue_s=12.0, arrived_s=12.0, memory_use=1.4)
-    assert waiting_load("encoder", work) == ReplicaLoad(arrived_s=9.0)
+    assert waiting_load("worker", [work]) == ReplicaLoad(queue_s=12.0, arrived_s=12.0, memory_use=1.4)
+    assert waiting_load("encoder", [work]) == ReplicaLoad(arrived_s=9.0)
 
 
 def test_work_that_leaves_the_routers_for_a_worker_counts_once() -> None:
@@ -131,14 +131,15 @@ def test_a_pool_with_work_at_the_routers_does_not_shrink() -> None:
 
 def test_what_routers_tell_is_summed_and_forgotten_when_they_are_gone() -> None:
     board = WaitingBoard()
-    assert board.total(0.0) == WaitingWork()
-    board.tell(MemberId("router-0"), WaitingWork(9.0, 9.0, 9.0), 0.0)
-    board.tell(MemberId("router-0"), WaitingWork(1.0, 0.5, 2.0), 1.0)
-    board.tell(MemberId("router-1"), WaitingWork(2.0, 0.25, 0.0), 3.0)
-    assert board.total(4.0) == WaitingWork(3.0, 0.75, 2.0)
-    assert board.total(1.0 + FORGET_S) == WaitingWork(3.0, 0.75, 2.0)
-    assert board.total(1.5 + FORGET_S) == WaitingWork(2.0, 0.25, 0.0)
-    assert board.total(3.5 + FORGET_S) == WaitingWork()
+    barred = WaitingWork(4.0, 0.5, 1.0, ("small",))
+    assert board.total(0.0) == ()
+    board.tell(MemberId("router-0"), [WaitingWork(9.0, 9.0, 9.0)], 0.0)
+    board.tell(MemberId("router-0"), [WaitingWork(1.0, 0.5, 2.0), barred], 1.0)
+    board.tell(MemberId("router-1"), [WaitingWork(2.0, 0.25, 0.0)], 3.0)
+    assert board.total(4.0) == (WaitingWork(3.0, 0.75, 2.0), barred)
+    assert board.total(1.0 + FORGET_S) == (WaitingWork(3.0, 0.75, 2.0), barred)
+    assert board.total(1.5 + FORGET_S) == (WaitingWork(2.0, 0.25, 0.0),)
+    assert board.total(3.5 + FORGET_S) == ()
 
 
 def test_replicas_that_are_starting_answer_the_shortage() -> None:

@@ -4,7 +4,9 @@ adapters, and prompts that are longer than a pool's context."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -65,22 +67,47 @@ async def test_without_such_a_worker_the_answer_is_503_when_the_wait_is_over() -
         publish(cluster, lacks=(EMBEDDINGS,))
         response = await client.post("/v1/embeddings", content=embedding_body("words"))
         assert response.status_code == 503
+        message = response.json()["error"]["message"]
+        assert message.startswith("no worker that can take the request is available, and none came within")
         assert num_requests(cluster) == [0]
 
 
-async def test_spoken_answers_go_to_a_worker_that_can_hand_over_its_rows() -> None:
-    settings = SpeechSettings(("anna",), 24_000)
-    async with fake_cluster(speech=settings, num_workers=2) as cluster:
+@contextlib.asynccontextmanager
+async def speaking(**options: Any) -> AsyncIterator[tuple[FakeCluster, httpx.AsyncClient]]:
+    """Runs a cluster that speaks, whose first worker does not."""
+    async with fake_cluster(speech=SpeechSettings(("anna",), 24_000), **options) as cluster:
         cluster.add_stage(1, "talker", is_last=False)
         cluster.add_stage(2, "code2wav", is_last=True)
         publish(cluster, lacks=(SPEECH,))
         transport = httpx.ASGITransport(create_app(cluster.service))
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
-            for number in range(NUM_ASKED):
-                body = chat_body(f"say {number}", modalities=["text", "audio"])
-                response = await client.post("/v1/chat/completions", content=body)
-                assert response.status_code == 200, response.text
+            yield cluster, client
+
+
+def spoken_body(content: str, **fields: object) -> bytes:
+    return chat_body(content, modalities=["text", "audio"], **fields)
+
+
+async def test_spoken_answers_go_to_a_worker_that_can_hand_over_its_rows() -> None:
+    async with speaking(num_workers=2) as (cluster, client):
+        for number in range(NUM_ASKED):
+            response = await client.post("/v1/chat/completions", content=spoken_body(f"say {number}"))
+            assert response.status_code == 200, response.text
         assert num_requests(cluster) == [0, NUM_ASKED]
+
+
+async def test_a_spoken_answer_waits_in_the_queue_for_such_a_worker() -> None:
+    """It waits for a worker, and not for a stage, although workers are there. So its deadline counts."""
+    async with speaking(capacity_wait_s=30.0) as (cluster, client):
+        late = spoken_body("say it", weft={"ttft_deadline_ms": 50})
+        refused = await client.post("/v1/chat/completions", content=late)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "deadline_out_of_reach")
+        asked = asyncio.create_task(client.post("/v1/chat/completions", content=spoken_body("say it")))
+        await settled(lambda: cluster.service.picture()["num_waiting"] == 1)
+        cluster.add_worker()
+        publish(cluster, lacks=(SPEECH,))
+        assert (await asked).status_code == 200
+        assert num_requests(cluster) == [0, 1]
 
 
 async def test_an_adapter_is_computed_by_a_worker_that_has_it() -> None:

@@ -396,9 +396,10 @@ def test_the_work_of_a_request_that_waits_is_what_its_members_will_have_of_it() 
     need = RoomNeed(request.token_count, 8, scheme_to_hashes=request.scheme_to_hashes)
 
     def work() -> WaitingWork:
-        return state.predicted_work(need, request, 1.0)
+        return state.predicted_work(need, request, frozenset(), 1.0)
 
-    assert ClusterState(SHAPE, BLOCK_SIZE, random.Random(3)).predicted_work(need, request, 1.0) == WaitingWork()
+    empty = ClusterState(SHAPE, BLOCK_SIZE, random.Random(3))
+    assert empty.predicted_work(need, request, frozenset(), 1.0) == WaitingWork()
     for name, cost_s, num_blocks in (("w0", 1e-3, 100), ("w1", 3e-3, 300)):
         report = worker_report(name, 1, prefill_s_per_token=cost_s, kv_blocks_total=num_blocks)
         state.apply(report, 0.0)
@@ -416,3 +417,17 @@ def test_the_work_of_a_request_that_waits_is_what_its_members_will_have_of_it() 
     assert rest.kv_share == pytest.approx(num_new / (200 * BLOCK_SIZE))
     assert rest.encoder_s == pytest.approx(2e-4 * 300)
     assert 0.0 < rest.worker_s < whole.worker_s
+
+
+def test_the_work_of_a_request_is_counted_by_the_workers_that_can_take_it() -> None:
+    """Of the pool with small workers none can, and of the other pool one can."""
+    state, request = cluster_of(0), query(10 * BLOCK_SIZE)
+    pools = {"w0": "small", "w1": "main", "w2": "main"}
+    state.update_members([msgspec.structs.replace(worker_member(name), pool=pool) for name, pool in pools.items()])
+    for name, cost_s, num_blocks in (("w0", 1e-3, 10), ("w1", 2e-3, 100), ("w2", 4e-3, 400)):
+        state.apply(worker_report(name, 1, prefill_s_per_token=cost_s, kv_blocks_total=num_blocks), 0.0)
+    need = RoomNeed(request.token_count, 0, scheme_to_hashes=request.scheme_to_hashes)
+    work = state.predicted_work(need, request, frozenset({MemberId("w0"), MemberId("w1")}), 1.0)
+    assert work.barred_pools == ("small",)
+    assert work.kv_share == pytest.approx(request.token_count / (400 * BLOCK_SIZE))
+    assert state.predicted_work(need, request, frozenset(), 1.0).barred_pools == ()
