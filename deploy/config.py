@@ -270,12 +270,12 @@ class EncoderSection(Section):
     @property
     def first_replicas(self) -> int:
         """Returns the number of encoders with which the cluster begins."""
-        return self.autoscaling.min_replicas if self.autoscaling.max_replicas else self.replicas
+        return self.autoscaling.first_size(self.replicas)
 
     @property
     def most_replicas(self) -> int:
         """Returns the largest number of encoders that the cluster may have."""
-        return self.autoscaling.max_replicas or self.replicas
+        return self.autoscaling.largest_size(self.replicas)
 
     @model_validator(mode="after")
     def _check_scaling(self) -> EncoderSection:

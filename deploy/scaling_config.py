@@ -38,6 +38,14 @@ class AutoscalingSection(Section):
             )
         return self
 
+    def first_size(self, replicas: int) -> int:
+        """Returns the size with which the pool begins, if it has `replicas` members unless it is scaled."""
+        return replicas if self.max_replicas is None else self.min_replicas
+
+    def largest_size(self, replicas: int) -> int:
+        """Returns the largest size of the pool, if it has `replicas` members unless it is scaled."""
+        return replicas if self.max_replicas is None else self.max_replicas
+
     @property
     def queue_limit_s(self) -> float:
         """Returns how long work may wait in the pool."""

@@ -22,6 +22,7 @@ from deploy.gpu_devices import find_devices
 from deploy.lora_adapters import open_adapters
 from deploy.sizing import staging_bytes, worker_utilization
 from deploy.topology import run_nvidia_smi
+from deploy.worker_pools import pipeline_stages
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, MemberId, SystemClock
 from fabric.transport import FeatureSink, Plane
 from llm_workers.vllm_engine.engine_args import ENVIRONMENT, VllmSettings, check_reserved, core_maker, engine_config
@@ -44,15 +45,6 @@ def worker_python(config: ClusterConfig) -> Path:
     """Returns the interpreter of workers with vLLM: `workers.python`, or that of the environment beside this one whose
     name ends in `-vllm`."""
     return config.workers.python or Path(f"{sys.prefix}-vllm") / "bin" / "python"
-
-
-def pipeline_stages(config: ClusterConfig) -> int:
-    """Returns the number of vLLM's pipeline stages in each worker. Raises ConfigError if it is no number."""
-    num_stages = config.workers.vllm.get("pipeline_parallel_size", 1)
-    if not isinstance(num_stages, int) or num_stages < 1:
-        key = f"{config.pool_path}.vllm.pipeline_parallel_size"
-        raise ConfigError(f"{key} must be 1 or more, and it is {num_stages!r}")
-    return num_stages
 
 
 def check_environment(config: ClusterConfig) -> None:

@@ -50,6 +50,29 @@ def check_shares(shape: ModelShape, num_ranks: int, path: str = "workers") -> No
         )
 
 
+def pipeline_stages(config: ClusterConfig) -> int:
+    """Returns the number of pipeline stages of each worker, which only vLLM has. Raises ConfigError if it is no
+    number."""
+    if config.workers.engine != "vllm":
+        return 1
+    num_stages = config.workers.vllm.get("pipeline_parallel_size", 1)
+    if not isinstance(num_stages, int) or num_stages < 1:
+        key = f"{config.pool_path}.vllm.pipeline_parallel_size"
+        raise ConfigError(f"{key} must be 1 or more, and it is {num_stages!r}")
+    return num_stages
+
+
+def ranks_per_worker(config: ClusterConfig) -> int:
+    """Returns the number of ranks of each worker: each stage of the pipeline has `tensor_parallel` of them."""
+    return config.workers.tensor_parallel * pipeline_stages(config)
+
+
+def ranks_per_replica(config: ClusterConfig) -> int:
+    """Returns for how many ranks Ray reserves what a replica asks for, all on one node. vLLM starts its ranks itself,
+    as processes of the replica; the ranks of Weft's own engine are actors, which may be on several nodes."""
+    return ranks_per_worker(config) if config.workers.engine == "vllm" else 1
+
+
 def worker_record(config: ClusterConfig, record: Member) -> Member:
     """Returns the record of a worker with what its pool says."""
     longest = _stated_context(config)

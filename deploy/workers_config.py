@@ -129,12 +129,12 @@ class WorkerSection(Section):
     @property
     def first_replicas(self) -> int:
         """Returns the number of workers with which the cluster begins."""
-        return self.autoscaling.min_replicas if self.autoscaling.max_replicas else self.replicas
+        return self.autoscaling.first_size(self.replicas)
 
     @property
     def most_replicas(self) -> int:
         """Returns the largest number of workers that the cluster may have."""
-        return self.autoscaling.max_replicas or self.replicas
+        return self.autoscaling.largest_size(self.replicas)
 
     def unused_by_vllm(self) -> Mapping[str, float]:
         """Maps the keys that mean nothing for vLLM to their values. A value that is not 0 can't have its effect."""

@@ -5,6 +5,7 @@
     worker_reports    builds the reports with the worker's gauges; `worker_config` has its settings
     engine_interface  defines what the service knows of an engine: its calls, and the updates that it reports
     engine            runs the thread that repeats plan -> execute -> commit; `own_engine` builds it on a device
+    engine_thread     has what engines have in common: the thread, its commands, and snapshots under way
     vllm_engine       runs vLLM as the engine of a worker, in an environment of its own
     features          pulls features, holds them, and hands references to the engine
     scheduling        decides what to compute next, in which blocks and from which features

@@ -13,9 +13,7 @@ classes of device errors by name, so that it imports no device library.
 from __future__ import annotations
 
 import logging
-import queue
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -38,13 +36,13 @@ from fabric.contracts import (
     WeftError,
     WorkerLost,
 )
-from llm_workers.engine_interface import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, Update
+from llm_workers.engine_interface import AbortedSequence, Admitted, FailedAttempt, Update
+from llm_workers.engine_thread import EngineThread, OpenSnapshots
 from llm_workers.scheduling import (
     BROKEN_GRAMMAR_TOKEN,
     NO_BLOCK,
     NOT_FINITE_TOKEN,
     Arrival,
-    ChainPage,
     Chunk,
     FeatureReference,
     Guide,
@@ -63,10 +61,6 @@ TOKEN_TO_FAILURE: dict[int, WeftError] = {
     NOT_FINITE_TOKEN: EngineFailed("the model's output is not finite"),
     BROKEN_GRAMMAR_TOKEN: InvalidRequest("the grammar of the structured output became too complex to be followed"),
 }
-Command = Callable[[Update], None]
-SNAPSHOT_PAGE_BLOCKS = 2048
-"""A turn of the engine adds at most this many blocks of a snapshot to its update, which takes about a millisecond, so
-that a snapshot delays no step for long."""
 
 
 class Engine:
@@ -85,13 +79,10 @@ class Engine:
         without it, such a request is refused."""
         self._scheduler, self._executor, self._clock, self._on_update = scheduler, executor, clock, on_update
         self._outlet = outlet
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._address_to_pages: dict[str, Iterator[ChainPage]] = {}
-        """Holds the snapshots whose pages have not all been delivered, by the router that asked for them."""
+        self._snapshots = OpenSnapshots()
         self._is_idle = True
         self._num_failed_steps = 0
-        self._death: WeftError | None = None
-        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
+        self._thread = EngineThread(self._run)
         self.times = StepTimes()
 
     # ------------------------------------------------------------ any thread
@@ -106,16 +97,11 @@ class Engine:
 
     def stop(self) -> None:
         """Ends the engine after the current step and joins the thread. The call is idempotent."""
-        self._commands.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.stop()
 
     def check_health(self) -> None:
         """Raises WorkerLost if the engine has died, and EngineFailed if it was stopped."""
-        if self._death is not None:
-            raise self._death
-        if self._thread.ident is not None and not self._thread.is_alive():
-            raise EngineFailed("the engine has stopped")
+        self._thread.check_health()
 
     def add(self, request: GenerateRequest, positions: Positions, guide: Guide | None = None) -> None:
         """Adds a request. `guide` stands at the beginning of the request's grammar, if it has one, and belongs to the
@@ -128,26 +114,26 @@ class Engine:
             arrival = self._scheduler.prepare(request, positions, guide)
         except WeftError as error:
             failed = FailedAttempt(AttemptId(request.request_id, request.attempt), error)
-            self._commands.put(lambda update: update.failed.append(failed))
+            self._thread.command(lambda update: update.failed.append(failed))
         else:
             spoken = request if request.next_stage is not None else None  # Others are not kept for the command.
-            self._commands.put(lambda update: self._add(arrival, update, spoken))
+            self._thread.command(lambda update: self._add(arrival, update, spoken))
 
     def abort(self, attempt: AttemptId, choices: Sequence[int] = ()) -> None:
-        self._commands.put(lambda update: self._abort(attempt, choices, update))
+        self._thread.command(lambda update: self._abort(attempt, choices, update))
 
     def hold_feature(self, reference: FeatureReference) -> None:
         """Hands the engine a reference, through which the runner can read the feature. The feature must stay readable
         until a `ReleasedFeature` gives this reference back, which happens once."""
-        self._commands.put(lambda update: self._scheduler.hold_feature(reference))
+        self._thread.command(lambda update: self._scheduler.hold_feature(reference))
 
     def evict_feature(self, unit: UnitKey) -> None:
         """Asks the engine to give up the unit (one separately encoded part of a media item). A `ReleasedFeature`
         answers, unless the engine has already given back every reference to the unit."""
-        self._commands.put(lambda update: self._evict(unit, update))
+        self._thread.command(lambda update: self._evict(unit, update))
 
     def request_snapshot(self, address: str) -> None:
-        self._commands.put(lambda update: self._snapshot(address, update))
+        self._thread.command(lambda update: self._snapshot(address, update))
 
     # ------------------------------------------------------------ engine thread
 
@@ -159,16 +145,13 @@ class Engine:
             # This is the loop of the engine's thread; the owner of the updates ends every request.
             _LOG.exception("the engine has died")
             died = WorkerLost(f"the engine has died: {type(error).__name__}")
-            self._death = error if isinstance(error, WorkerLost) else died
-            self._on_update(Update(death=self._death))
+            self._on_update(self._thread.died(error if isinstance(error, WorkerLost) else died))
 
     def _turn(self) -> bool:
         """Runs the queued commands and one step, and hands over one update. Returns False after a call of `stop`."""
         update = Update()
-        for command in self._pending():
-            if command is None:
-                return False
-            command(update)
+        if not self._thread.run_commands(update, is_idle=self._is_idle):
+            return False
         update.released += self._scheduler.release_unneeded()
         started_s = self._clock.now()
         plan = self._scheduler.plan_step()
@@ -184,7 +167,7 @@ class Engine:
             update.released += self._scheduler.release_unneeded()
         update.needed.extend(self._scheduler.drain_needed())
         self._add_page(update)
-        self._rest(not plan.num_sequences and not update.needed and not self._address_to_pages)
+        self._rest(not plan.num_sequences and not update.needed and not self._snapshots)
         self._publish(update)
         return True
 
@@ -194,15 +177,6 @@ class Engine:
         if is_idle and not self._is_idle and not self._scheduler.num_sequences:
             self._scheduler.check_at_rest()
         self._is_idle = is_idle
-
-    def _pending(self) -> Iterator[Command | None]:
-        """Yields all queued commands. If there is nothing to compute, it first waits until a command arrives."""
-        try:
-            yield self._commands.get(block=self._is_idle)
-            while True:
-                yield self._commands.get_nowait()
-        except queue.Empty:
-            return
 
     def _publish(self, update: Update) -> None:
         self._drain_kv_events(update)
@@ -254,19 +228,13 @@ class Engine:
     def _snapshot(self, address: str, update: Update) -> None:
         """Begins a snapshot of the prefix cache. The update of its first page delivers all earlier events before that
         page."""
-        self._address_to_pages[address] = self._scheduler.kv_snapshot(SNAPSHOT_PAGE_BLOCKS)
+        self._snapshots.begin(address, self._scheduler.kv_snapshot)
 
     def _add_page(self, update: Update) -> None:
-        """Adds the next page of one snapshot to the update; the routers that wait for pages take turns."""
-        if not self._address_to_pages:
-            return
-        self._drain_kv_events(update)
-        address = next(iter(self._address_to_pages))
-        pages = self._address_to_pages.pop(address)
-        page = next(pages)
-        update.snapshots.append(BlockSnapshot(address, *page))
-        if not page.is_last:
-            self._address_to_pages[address] = pages
+        """Adds the next page of a snapshot to the update, behind all events that are older."""
+        if self._snapshots:
+            self._drain_kv_events(update)
+            update.snapshots.append(self._snapshots.next_page())
 
     # ------------------------------------------------------------ a step
 

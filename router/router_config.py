@@ -127,7 +127,9 @@ class RouterConfig:
     capacity_wait_s: float
     """Limits how long a request waits in all for workers, and for encoders of its media, that are not there."""
     block_size: int
-    """This is the number of tokens per KV block. It must equal the workers' own, or the router never finds a prefix."""
+    """This is the number of tokens per KV block of a worker whose record does not say its own (`Member.kv_scheme`).
+    Weft's workers say it, so pools may have blocks of different sizes; the router finds no prefix at one that does
+    not."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Maps the name of each LoRA adapter, for which clients ask as for a model, to the path or URL of its files."""
     system_fingerprint: str = ""

@@ -25,9 +25,11 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from deploy import compose
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, EncoderSection
 from deploy.network import NodeAddress, own_address
 from deploy.process_setup import switches_of_actors
+from deploy.worker_pools import ranks_per_replica
+from deploy.workers_config import WorkerSection
 from fabric.contracts import ConfigError, Unavailable
 from fabric.transport import join_host_port, listen
 
@@ -94,18 +96,20 @@ def live_nodes() -> list[RayNode]:
 
 
 def asked_resources(config: ClusterConfig) -> list[dict[str, float]]:
-    """Returns what one replica of each part asks of its node."""
+    """Returns what each part asks of one node: a router, an encoder, a worker with vLLM with all of its ranks, or one
+    rank of a worker with Weft's own engine. Raises ConfigError for a pool whose ranks can't be counted."""
     router, encoders = config.router, config.encoders
-    asked = [
-        router.ray_resources | {"CPU": router.cpus_per_replica},
-        *(
-            each.ray_resources | {"GPU": each.gpus_per_replica, "CPU": each.cpus_per_replica}
-            for each in config.all_workers
-        ),
-    ]
+    asked = [router.ray_resources | {"CPU": router.cpus_per_replica}]
+    for each in config.by_pool():
+        one_rank, num_ranks = _asked_by(each.workers), ranks_per_replica(each)
+        asked.append({name: amount * num_ranks for name, amount in one_rank.items()})
     if encoders.replicas:
-        asked.append(encoders.ray_resources | {"GPU": encoders.gpus_per_replica, "CPU": encoders.cpus_per_replica})
+        asked.append(_asked_by(encoders))
     return asked
+
+
+def _asked_by(section: EncoderSection | WorkerSection) -> dict[str, float]:
+    return section.ray_resources | {"GPU": section.gpus_per_replica, "CPU": section.cpus_per_replica}
 
 
 def hosting_nodes(nodes: Sequence[RayNode], asked: Sequence[Mapping[str, float]]) -> list[RayNode]:

@@ -46,8 +46,8 @@ from deploy.sizing import inbox_bytes
 from deploy.speech_parts import close_connectors, open_connectors, stage_name
 from deploy.stages_config import StageSection
 from deploy.start_phases import LOADING, MEASURING, LoadingTeller
-from deploy.vllm_worker import open_vllm_sink, pipeline_stages, process_variables, worker_python
-from deploy.worker_pools import scaled_pools, worker_record
+from deploy.vllm_worker import open_vllm_sink, process_variables, worker_python
+from deploy.worker_pools import ranks_per_replica, scaled_pools, worker_record
 from deploy.workers_config import WorkerSection
 from fabric.contracts import (
     EncodeRequest,
@@ -139,7 +139,7 @@ def _reserved(config: ClusterConfig, section: RouterSection | EncoderSection | W
 def vllm_reservation(config: ClusterConfig, one_rank: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what Ray reserves for a worker with vLLM, and where it runs. vLLM starts the ranks as processes of its
     own, so the replica has the GPUs of all ranks, on one node. `one_rank` says what one rank takes."""
-    num_ranks = config.workers.tensor_parallel * pipeline_stages(config)
+    num_ranks = ranks_per_replica(config)
     environment = dict(one_rank["runtime_env"])
     environment["env_vars"] = dict(environment.get("env_vars", {})) | dict(process_variables(config))
     environment["py_executable"] = str(worker_python(config))

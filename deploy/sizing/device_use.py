@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from deploy.config import ClusterConfig
 from deploy.speech_parts import stage_name
+from deploy.worker_pools import ranks_per_worker
 from fabric.contracts import ConfigError
 
 GIB = 2**30
@@ -48,11 +49,12 @@ class DeviceUse(NamedTuple):
 
 
 def gpu_needs(config: ClusterConfig) -> dict[str, GpuNeed]:
-    """Maps each kind of process that computes on GPUs to what it needs. A rank of a worker counts as a process."""
+    """Maps each kind of process that computes on GPUs to what it needs. A rank of a worker counts as a process.
+    Raises ConfigError for a pool whose ranks can't be counted."""
     encoders = config.encoders
     found = {"encoder": (encoders.device, encoders.most_replicas, encoders.gpus_per_replica)}
     for each in config.by_pool():
-        workers, num_ranks = each.workers, each.workers.most_replicas * each.workers.tensor_parallel
+        workers, num_ranks = each.workers, each.workers.most_replicas * ranks_per_worker(each)
         found[each.pool_deployment] = (workers.device, num_ranks, workers.gpus_per_replica)
     for stage in () if config.stages is None else config.stages.later:
         found[stage_name(stage)] = (stage.devices, stage.replicas, stage.gpus_per_replica)

@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import Any
@@ -36,13 +35,12 @@ from fabric.contracts import (
     WorkerLost,
     context_scale_tokens,
 )
-from llm_workers.engine import SNAPSHOT_PAGE_BLOCKS
-from llm_workers.engine_interface import AbortedSequence, Admitted, BlockSnapshot, FailedAttempt, Update
+from llm_workers.engine_interface import AbortedSequence, Admitted, FailedAttempt, Update
+from llm_workers.engine_thread import EngineThread, OpenSnapshots
 from llm_workers.scheduling import (
     NOT_COVERED,
     AdmittedSequences,
     Arrival,
-    ChainPage,
     FeatureReference,
     Guide,
     NeededUnit,
@@ -74,7 +72,6 @@ from llm_workers.worker_config import WorkerConfig
 from modalities.family import Family, Positions
 
 _LOG = logging.getLogger(__name__)
-Command = Callable[[Update], None]
 MakeCore = Callable[[Callable[[], None]], Any]
 """Creates vLLM's `EngineCore`, in the engine thread. The core calls the given function, in a thread of its own, when a
 rank has died."""
@@ -105,8 +102,7 @@ class VllmEngine:
         self._core: Any = None
         self._doorstep: Doorstep | None = None
         self._max_model_len = family.shape.max_model_len
-        self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._address_to_pages: dict[str, Iterator[ChainPage]] = {}
+        self._snapshots = OpenSnapshots()
         self._update = Update()
         """Holds what the present turn has done since the last update was made."""
         self._ready: list[Update] = []
@@ -114,11 +110,10 @@ class VllmEngine:
         event loop then needs the interpreter lock for as long as it sends tokens, and this thread does not."""
         self._seconds = {"step": 0.0, "output": 0.0}
         self._is_idle = True
-        self._death: WeftError | None = None
         self._costs: StepCosts | None = None
         self._is_prepared: asyncio.Future[None] | None = None
         self._may_start = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
+        self._thread = EngineThread(self._run)
 
     def _new_book(self) -> SequenceBook:
         return SequenceBook(self._board, self._clock, context_scale_tokens(self._family.shape.hidden_size))
@@ -138,16 +133,11 @@ class VllmEngine:
 
     def stop(self) -> None:
         """Ends the engine after its current step and stops the ranks. The call is idempotent."""
-        self._commands.put(None)
         self._may_start.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.stop()
 
     def check_health(self) -> None:
-        if self._death is not None:
-            raise self._death
-        if self._thread.ident is not None and not self._thread.is_alive():
-            raise EngineFailed("the engine has stopped")
+        self._thread.check_health()
 
     def stats(self) -> EngineStats:
         return self._book.stats(0, 0, 0)
@@ -161,21 +151,21 @@ class VllmEngine:
             arrival = prepare(request, positions, self._config, self._max_model_len, self._clock.now(), guide)
         except WeftError as error:
             failed = FailedAttempt(AttemptId(request.request_id, request.attempt), error)
-            self._commands.put(lambda update: update.failed.append(failed))
+            self._thread.command(lambda update: update.failed.append(failed))
         else:
-            self._commands.put(lambda update: self._add(request, arrival, update))
+            self._thread.command(lambda update: self._add(request, arrival, update))
 
     def abort(self, attempt: AttemptId, choices: SequenceOf[int] = ()) -> None:
-        self._commands.put(lambda update: self._abort(attempt, choices, update))
+        self._thread.command(lambda update: self._abort(attempt, choices, update))
 
     def hold_feature(self, reference: FeatureReference) -> None:
-        self._commands.put(lambda update: self._board.hold(reference))
+        self._thread.command(lambda update: self._board.hold(reference))
 
     def evict_feature(self, unit: UnitKey) -> None:
-        self._commands.put(lambda update: self._evict(unit, update))
+        self._thread.command(lambda update: self._evict(unit, update))
 
     def request_snapshot(self, address: str) -> None:
-        self._commands.put(lambda update: self._begin_snapshot(address))
+        self._thread.command(lambda update: self._begin_snapshot(address))
 
     # ------------------------------------------------------------ engine thread
 
@@ -193,9 +183,9 @@ class VllmEngine:
         except Exception as error:
             # This is the loop of the engine's thread; the owner of the updates ends every request.
             _LOG.exception("vLLM's engine core has died")
-            self._death = WorkerLost(f"vLLM's engine core has died: {type(error).__name__}")
+            last = self._thread.died(WorkerLost(f"vLLM's engine core has died: {type(error).__name__}"))
             self._hand_over_updates()
-            self._on_update(Update(death=self._death))
+            self._on_update(last)
         self._close()
 
     def _is_opened(self) -> bool:
@@ -228,7 +218,7 @@ class VllmEngine:
 
     def _open(self) -> None:
         """Creates the core, learns its sizes, and puts the doorstep into it."""
-        self._core = core = self._make_core(lambda: self._commands.put(_fail))
+        self._core = core = self._make_core(lambda: self._thread.command(_fail))
         scheduler = core.scheduler
         if scheduler.hash_block_size != self._config.block_size:
             size = scheduler.hash_block_size
@@ -294,10 +284,8 @@ class VllmEngine:
     def _turn(self) -> bool:
         """Runs the queued commands and one step, and makes one update. Returns False after a call of `stop`."""
         self._update = Update()
-        for command in self._pending():
-            if command is None:
-                return False
-            command(self._update)
+        if not self._thread.run_commands(self._update, is_idle=self._is_idle):
+            return False
         self._update.released += self._board.take_unneeded()
         began_s = self._clock.now()
         outputs, has_executed = self._step()
@@ -307,8 +295,9 @@ class VllmEngine:
         self._commit(outputs, update)
         update.released += self._board.take_unneeded()
         update.needed += self._board.drain_needed()
-        self._add_page(update)
-        is_busy = has_executed or outputs or self._core.batch_queue or update.needed or self._address_to_pages
+        if self._snapshots:
+            update.snapshots.append(self._snapshots.next_page())
+        is_busy = has_executed or outputs or self._core.batch_queue or update.needed or self._snapshots
         self._is_idle = not is_busy and not self._make_room()
         if self._is_idle and not len(self._book):
             self._board.check_at_rest()
@@ -326,15 +315,6 @@ class VllmEngine:
         outputs, has_executed = self._core.step_fn()
         self._core.post_step(has_executed)
         return outputs or {}, has_executed
-
-    def _pending(self) -> Iterator[Command | None]:
-        """Yields all queued commands. If there is nothing to compute, it first waits until a command arrives."""
-        try:
-            yield self._commands.get(block=self._is_idle)
-            while True:
-                yield self._commands.get_nowait()
-        except queue.Empty:
-            return
 
     def _commit(self, outputs: Mapping[int, Any], update: Update) -> None:
         """Adds to the update what the steps of this turn have done."""
@@ -491,18 +471,7 @@ class VllmEngine:
 
     def _begin_snapshot(self, address: str) -> None:
         self._take_block_events()
-        self._address_to_pages[address] = self._mirror.snapshot(SNAPSHOT_PAGE_BLOCKS)
-
-    def _add_page(self, update: Update) -> None:
-        """Adds the next page of one snapshot to the update; the routers that wait for pages take turns."""
-        if not self._address_to_pages:
-            return
-        address = next(iter(self._address_to_pages))
-        pages = self._address_to_pages.pop(address)
-        page = next(pages)
-        update.snapshots.append(BlockSnapshot(address, *page))
-        if not page.is_last:
-            self._address_to_pages[address] = pages
+        self._snapshots.begin(address, self._mirror.snapshot)
 
     def _make_room(self) -> bool:
         """Lets the youngest holder of the encoder cache begin again, if an older request has no room there and nothing

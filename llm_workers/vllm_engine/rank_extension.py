@@ -22,13 +22,16 @@ from typing import Any
 
 import torch
 
-from llm_workers.vllm_engine.shared_names import remove_shared_names
+from llm_workers.vllm_engine.shared_names import remove_mapped_names, remove_semaphore_names, remove_shared_names
 
 POSITIONS, DELTA = "weft_positions", "weft_position_delta"
 """Names the values of a media item that hold the positions of the whole prompt, int64 with shape `(3, num_tokens)`, and
 how far those of generated tokens are ahead of their indexes, int64 with shape `()`."""
 SENT = "weft_sent"
 """Names the extra argument of sampling that holds the tokens with which a request begins behind its prompt."""
+
+CPU_BUFFERS = "-cpushm"
+"""Marks the names of the shared memory in which ranks on a CPU exchange tensors (vLLM's `_CPUSHMDistributed`)."""
 
 
 class RankExtension:
@@ -55,8 +58,8 @@ class RankExtension:
         return True
 
     def remove_shared_names(self) -> list[str]:
-        """Removes the names of the shared memory of this rank, and returns them (`shared_names`)."""
-        return remove_shared_names()
+        """Removes the names of the shared memory and the semaphores of this rank, and returns them (`shared_names`)."""
+        return remove_shared_names() + remove_mapped_names(CPU_BUFFERS) + remove_semaphore_names()
 
     def use_tokens_of_requests(self) -> bool:
         """Makes the batch of this rank take the sent tokens of requests that carry some as outputs. Returns False for

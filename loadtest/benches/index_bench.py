@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from fabric.contracts import ANCHOR_STRIDE, BlockHash, BlocksStored, KvSnapshot, MemberId
 from kv_index import PlainTable, PrefixIndex
-from llm_workers.engine import SNAPSHOT_PAGE_BLOCKS
+from llm_workers.engine_thread import SNAPSHOT_PAGE_BLOCKS
 from llm_workers.scheduling import chain_pages
 from loadtest.bench_result import Bar, BenchResult
 

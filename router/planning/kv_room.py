@@ -81,8 +81,9 @@ class KvRoom(NamedTuple):
     """Names the worker that lacks the fewest blocks."""
     wait_s: float | None = None
     """This is the predicted time until a worker has room; None if it is unknown, and 0 if there is room now."""
-    blocks_per_s: float = 0.0
-    """This is the rate at which all workers that may be used return blocks."""
+    tokens_per_s: float = 0.0
+    """This is the rate at which all workers that may be used return blocks, in tokens, because the blocks of pools may
+    have different sizes."""
     max_tokens: int = 0
     """Counts the tokens that the largest KV pool holds."""
     max_unit_bytes: int = 0
@@ -125,7 +126,8 @@ def kv_room(need: RoomNeed, stocks: WorkerStocks) -> KvRoom:
     else:
         wait_s = float((lacking[is_known] / rates[is_known]).min()) if is_known.any() else None
     verdict: Verdict = "now" if wait_s == 0.0 else "later"
-    return KvRoom(verdict, too_small, nearest, wait_s, float(rates.sum()), max_tokens, max_unit_bytes)
+    tokens_per_s = float(rates @ stocks.block_sizes[candidates])
+    return KvRoom(verdict, too_small, nearest, wait_s, tokens_per_s, max_tokens, max_unit_bytes)
 
 
 # ------------------------------------------------------------ the columns
@@ -142,7 +144,8 @@ class _RoomBounds(NamedTuple):
     """This is the size of the smallest pool that is known, in blocks."""
     max_free: float
     min_inbox: float
-    blocks_per_s: float
+    tokens_per_s: float
+    """This is the rate at which all workers return blocks, in tokens."""
     free: npt.NDArray[np.float64]
     """Holds the free blocks of each worker; they are infinitely many where the size is unknown."""
     block_seconds: npt.NDArray[np.float64]
@@ -225,7 +228,7 @@ class RoomColumns:
             return ROOM_NOW
         bounds = self._bounds_at(now)
         taken = bounds.taken(need)
-        return ROOM_NOW._replace(blocks_per_s=bounds.blocks_per_s) if 0 < taken <= bounds.max_free else None
+        return ROOM_NOW._replace(tokens_per_s=bounds.tokens_per_s) if 0 < taken <= bounds.max_free else None
 
     def room(
         self, need: RoomNeed, worker_to_shared: Mapping[MemberId, int], barred: Collection[MemberId], now: float
@@ -261,15 +264,15 @@ class RoomColumns:
             lacking[row] -= min(num_blocks, taken)
         lacking[barred_rows] = np.inf
         nearest = int(lacking.argmin())
-        least, rates = float(lacking[nearest]), bounds.blocks_per_s
+        least, tokens_per_s = float(lacking[nearest]), bounds.tokens_per_s
         if least == np.inf:
             return KvRoom("later")
         if barred_rows:
-            rates -= float(self._floats[barred_rows, 0].sum())
+            tokens_per_s -= float(self._floats[barred_rows, 0].sum()) * bounds.block_size
         if least <= 0:
-            return KvRoom("now", frozenset(), self._ids[nearest], 0.0, rates)
+            return KvRoom("now", frozenset(), self._ids[nearest], 0.0, tokens_per_s)
         wait_s = float((lacking * bounds.block_seconds).min())
-        return KvRoom("later", frozenset(), self._ids[nearest], wait_s if wait_s < np.inf else None, rates)
+        return KvRoom("later", frozenset(), self._ids[nearest], wait_s if wait_s < np.inf else None, tokens_per_s)
 
     def _free_at(self, now: float) -> npt.NDArray[np.int64]:
         rows = len(self._ids)
@@ -299,7 +302,7 @@ class RoomColumns:
             int(totals.min()),
             float(free.max()),
             float(np.where(inboxes > 0, inboxes, np.inf).min()),
-            float(rates.sum()),
+            float(rates @ ints[:, 0]),
             free,
             np.divide(1.0, rates, out=np.full(rows, np.inf), where=rates > 0),
         )

@@ -241,11 +241,11 @@ class CapacityGate:
         """Returns the workers that requests other than that of `wait` have reserved."""
         return self._queue.reserved_from(None if wait is None else wait.waiter)
 
-    def wait_ahead_s(self, newcomer: Waiter, blocks_per_s: float, block_size: int) -> float:
-        """Predicts the time until the requests that wait for room ahead of this one have got it, if workers return this
-        many blocks per second."""
+    def wait_ahead_s(self, newcomer: Waiter, tokens_per_s: float) -> float:
+        """Predicts the time until the requests that wait for room ahead of this one have got it, if workers return
+        blocks of this many tokens per second."""
         num_tokens = self._queue.num_tokens_ahead(newcomer, self.clock.now())
-        return num_tokens / block_size / blocks_per_s if blocks_per_s > 0 else 0.0
+        return num_tokens / tokens_per_s if tokens_per_s > 0 else 0.0
 
     def join(self, waiter: Waiter) -> Wait:
         """Adds a request to the queue until its deadline at the latest, and returns its wait."""

@@ -219,7 +219,7 @@ class Turn:
     def _check_prediction(self, waiter: Waiter, room: KvRoom, preview: Preview) -> None:
         """Raises DeadlineOutOfReach if the first token of a request that must wait is predicted after its deadline. The
         prediction contains the time until the requests that wait ahead of it, and then this one, have room."""
-        ahead_s = self._gate.wait_ahead_s(waiter, room.blocks_per_s, self._context.config.block_size)
+        ahead_s = self._gate.wait_ahead_s(waiter, room.tokens_per_s)
         wait_s = ahead_s + (room.wait_s or 0.0)
         self._trace.add("admission", verdict=room.verdict, nearest=room.nearest, predicted_wait_s=wait_s)
         if self.first_token_by_s is not None:

@@ -12,7 +12,7 @@ from deploy.config import ClusterConfig
 from deploy.ray import nodes
 from deploy.ray.nodes import NodeEndpoint, NodeProbe, RayNode, asked_resources, hosting_nodes, peers_of, unreached
 from deploy.ray.runtime import reached_host, unreached_hint
-from deploy.ray.serve_app import rank_bundles
+from deploy.ray.serve_app import rank_bundles, vllm_reservation
 from fabric.contracts import ConfigError
 
 HEAD = RayNode("0", "head", "10.0.0.1", {"CPU": 4.0, "memory": 1e9, "node:10.0.0.1": 1.0})
@@ -49,6 +49,23 @@ def test_a_part_without_a_node_is_refused_with_what_the_nodes_have() -> None:
         hosting_nodes([HEAD, GPU], asked)
     assert "gpu-a (10.0.0.2) has {CPU: 8, GPU: 8, weft_worker: 8}" in caught.value.message
     assert "memory" not in caught.value.message
+
+
+def test_a_worker_with_vllm_asks_one_node_for_what_all_its_ranks_take() -> None:
+    """vLLM starts ranks as processes of the replica; those of Weft's own engine may be on several nodes."""
+    sizes = CUDA | {"tensor_parallel": 2, "cpus_per_replica": 0.5, "ray_resources": {"weft_worker": 1}}
+    with_vllm = sizes | {"engine": "vllm", "vllm": {"pipeline_parallel_size": 4}}
+    both = config(workers=sizes, more_workers={"fast": with_vllm})
+    _, own, fast, _ = asked = asked_resources(both)
+    assert own == {"weft_worker": 1.0, "GPU": 1.0, "CPU": 0.5}
+    assert fast == {"weft_worker": 8.0, "GPU": 8.0, "CPU": 4.0}
+    one_rank = {"num_cpus": 0.5, "num_gpus": 1, "resources": {"weft_worker": 1}, "runtime_env": {}}
+    reserved = vllm_reservation(both.of_pool("fast"), one_rank)
+    assert {"GPU": reserved["num_gpus"], "CPU": reserved["num_cpus"], **reserved["resources"]} == fast
+    assert hosting_nodes([HEAD, GPU, OTHER], asked) == [HEAD, GPU, OTHER]
+    half = RayNode("1", "gpu-a", "10.0.0.2", {"CPU": 8.0, "GPU": 4.0, "weft_worker": 8.0})
+    with pytest.raises(ConfigError, match=r"no node of the Ray has the resources \{weft_worker: 8, GPU: 8, CPU: 4\}"):
+        hosting_nodes([HEAD, half, half, OTHER], asked)
 
 
 def test_every_rank_takes_the_custom_resources_of_a_worker() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+import torch
 from contract_model import contract_model
 from engine_contract import (
     CHECKS,
@@ -24,6 +25,8 @@ from migration_contract import MIGRATION_CHECKS
 from vllm_rig import make_vllm_worker
 
 from llm_workers.vllm_engine import engine_args, patient_waits
+from llm_workers.vllm_engine.rank_extension import CPU_BUFFERS
+from llm_workers.vllm_engine.shared_names import names_in
 
 pytestmark = [pytest.mark.torch, pytest.mark.nixl, pytest.mark.asyncio(loop_scope="module")]
 
@@ -57,7 +60,10 @@ async def test_preempted_requests_go_on(*, is_overlapping: bool) -> None:
 
 
 async def test_two_pipeline_stages_compute_two_steps_at_once() -> None:
+    others = rank_processes()
     async with contract_rig(contract_model("qwen2_5_vl"), make_vllm_worker, num_stages=2) as made:
+        for process in rank_processes() - others:
+            assert_nothing_is_left_of(process, "psm_")
         await check_many_requests_at_once(made)
         await check_a_video_is_computed_unit_by_unit(made)
 
@@ -96,10 +102,17 @@ def rank_processes() -> set[int]:
 
 
 def shared_memory_of(process: int) -> list[str]:
-    """Returns the names of the shared memory that Python made and that a process maps; a name that was removed ends in
-    `(deleted)`."""
-    lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-    return [line.partition("/dev/shm/")[2] for line in lines if "/dev/shm/psm_" in line]
+    """Returns the names of the shared memory that a process maps; a name that was removed ends in `(deleted)`."""
+    return names_in(Path(f"/proc/{process}/maps").read_text().splitlines())
+
+
+def assert_nothing_is_left_of(process: int, *marks: str) -> None:
+    """Checks that a process maps shared memory with each of `marks` in its name, and none whose name is still there. A
+    semaphore of `multiprocessing` counts as shared memory."""
+    shared = shared_memory_of(process)
+    for mark in marks:
+        assert any(mark in name for name in shared), f"vLLM does not share memory as {mark} any more"
+    assert [name for name in shared if not name.endswith("(deleted)")] == []
 
 
 async def test_two_ranks_have_features_of_their_own_and_shared_memory_without_names() -> None:
@@ -108,10 +121,9 @@ async def test_two_ranks_have_features_of_their_own_and_shared_memory_without_na
     async with contract_rig(model, make_vllm_worker, num_ranks=2) as made:
         ranks = rank_processes() - others
         assert len(ranks) == 2
+        has_buffers = hasattr(torch.ops._C, "init_shm_manager")  # vLLM's builds for AVX2 have none.
         for process in ranks:
-            shared = shared_memory_of(process)
-            assert shared, "vLLM does not share memory in this way any more"
-            assert [name for name in shared if not name.endswith("(deleted)")] == []
+            assert_nothing_is_left_of(process, "psm_", "sem.mp-", *(CPU_BUFFERS,) * has_buffers)
         of = made.model.prompt(made.text(40), 1, made.text(5))
         request = made.request(of)
         await made.run(request, of)

@@ -62,6 +62,14 @@ def test_processes_with_whole_gpus_have_them_alone() -> None:
     assert gpu_needs(config()) == {}
 
 
+def test_each_pipeline_stage_of_a_worker_with_vllm_has_gpus_of_its_own() -> None:
+    sizes = {"replicas": 3, "device": "cuda", "gpus_per_replica": 1, "tensor_parallel": 2}
+    staged = sizes | {"engine": "vllm", "vllm": {"pipeline_parallel_size": 2}}
+    whole = config(workers=sizes, more_workers={"fast": staged})
+    assert gpu_needs(whole) == {"worker": GpuNeed(6, 1), "worker-fast": GpuNeed(12, 1)}
+    assert too_few_gpus(whole, 17) == ["the cluster takes 18 GPUs, but there are 17"]
+
+
 def test_fractions_fill_one_gpu() -> None:
     assert shared_kinds(gpu_needs(config(**SHARING))) == [{"encoder": 1, "worker": 1}]
     assert shared_kinds({"encoder": GpuNeed(4, 0.25), "worker": GpuNeed(1, 0.5)}) == [{"encoder": 2, "worker": 1}]

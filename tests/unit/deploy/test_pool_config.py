@@ -69,6 +69,15 @@ def test_numbers_of_workers_are_those_of_all_pools() -> None:
     assert all(each.most_workers == 7 for each in whole.by_pool())
 
 
+def test_a_scaled_pool_has_the_sizes_of_its_autoscaling_and_no_other() -> None:
+    scaled = {"autoscaling": {"min_replicas": 2, "max_replicas": 5}, "replicas": 9}
+    whole = parsed(encoders=scaled, workers=scaled)
+    assert [(each.first_replicas, each.most_replicas) for each in (whole.encoders, whole.workers)] == [(2, 5)] * 2
+    fixed = {"autoscaling": {"min_replicas": 2}, "replicas": 9}
+    whole = parsed(encoders=fixed, workers=fixed)
+    assert [(each.first_replicas, each.most_replicas) for each in (whole.encoders, whole.workers)] == [(9, 9)] * 2
+
+
 def test_features_go_to_devices_only_if_all_pools_compute_there() -> None:
     device = {"encoders": GPU | {"arena_device": "auto"}, "workers": GPU | {"inbox_device": "auto"}}
     for more, is_on_device in ((GPU, True), ({"device": "cpu"}, False)):

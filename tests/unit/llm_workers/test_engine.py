@@ -20,7 +20,7 @@ from fabric.contracts import (
     RequestId,
     SequenceId,
 )
-from llm_workers import engine
+from llm_workers import engine_thread
 from llm_workers.engine_interface import Update
 from llm_workers.scheduling import StepWork
 from llm_workers.worker_config import WorkerConfig
@@ -48,7 +48,7 @@ def test_requests_run_to_their_end_and_leave_nothing(watched: Watched) -> None:
 
 def test_snapshots_come_in_pages_that_share_the_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two routers ask while the engine is idle, and one of them asks again before its last page."""
-    monkeypatch.setattr(engine, "SNAPSHOT_PAGE_BLOCKS", 2)
+    monkeypatch.setattr(engine_thread, "SNAPSHOT_PAGE_BLOCKS", 2)
     watched = Watched()
     pool, owner = watched.engine._scheduler._pool, SequenceId(RequestId("x"), 0, 0)
     chain = [BlockHash(bytes([number]) * 16) for number in range(5)]

@@ -78,6 +78,13 @@ def test_the_wait_is_predicted_from_the_rate_at_which_blocks_come_back() -> None
     assert kv_room(RoomNeed(23), stocks((10, 6))).wait_s == 0.0
 
 
+def test_the_rate_of_all_workers_counts_the_tokens_of_their_blocks() -> None:
+    """One worker gives back 2 blocks of 4 tokens per second, the other one 1 block of 32."""
+    unlike = {"blocks_per_s": [2, 1], "block_sizes": [4, 32]}
+    assert kv_room(RoomNeed(23), stocks((10, 2), (10, 0), **unlike)).tokens_per_s == 40.0
+    assert kv_room(RoomNeed(23), stocks((10, 2), (10, 0), is_usable=[1, 0], **unlike)).tokens_per_s == 8.0
+
+
 def test_shared_blocks_need_not_be_taken() -> None:
     assert kv_room(RoomNeed(23), stocks((10, 4), shared_blocks=[1])).verdict == "later"
     assert kv_room(RoomNeed(23), stocks((10, 4), shared_blocks=[2])).verdict == "now"
@@ -323,6 +330,19 @@ def test_workers_with_other_block_sizes_are_counted_in_their_own_blocks() -> Non
     assert state.room(need, frozenset(), 1.0).verdict == "later"
     state.apply(KvSnapshot(W1, 1, 0, (BlocksStored(None, hashes),)), 1.0)
     assert state.room(need, frozenset(), 1.0).verdict == "now"
+
+
+@pytest.mark.parametrize("second_size", [BLOCK_SIZE, 2 * BLOCK_SIZE])
+def test_the_state_predicts_returned_tokens_by_the_block_size_of_each_worker(second_size: int) -> None:
+    """Each worker uses 10 blocks for 20 s each, so it gives back half a block per second."""
+    state = ClusterState(SHAPE, BLOCK_SIZE, random.Random(1))
+    second = msgspec.structs.replace(worker_member("w1"), kv_scheme=KvScheme("other", second_size))
+    state.update_members([worker_member("w0"), second])
+    for name in ("w0", "w1"):
+        state.apply(sized(name, used=10, residence_s=20.0), 1.0)
+    waits = state.room(blocks(2), frozenset(), 1.0)
+    assert (waits.verdict, waits.tokens_per_s) == ("later", 0.5 * BLOCK_SIZE + 0.5 * second_size)
+    assert state.room(blocks(2), frozenset({W1}), 1.0).tokens_per_s == 0.5 * BLOCK_SIZE
 
 
 def test_a_silent_worker_has_what_it_can_have_given_back() -> None:
