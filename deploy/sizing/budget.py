@@ -36,6 +36,7 @@ from deploy.sizing.largest_media import largest_items
 from deploy.sizing.stored_weights import StoredWeights, read_stored_weights
 from deploy.speech_parts import stage_name
 from deploy.stages_config import CODE2WAV, TALKER, StageSection
+from deploy.worker_pools import pipeline_stages, ranks_per_worker
 from fabric.contracts import DTYPE_TO_BYTES, ConfigError, Unavailable
 from llm_workers.scheduling import (
     NUM_HIDDEN_WIDTHS,
@@ -264,18 +265,18 @@ def _vllm_worker(
     """Returns the budget of a worker with vLLM on GPUs, and why vLLM would not start. vLLM takes a share of its GPU
     (`gpu_memory_utilization`); its KV blocks get what the weights and a step leave of that."""
     section, dtype, shape = config.workers, config.model.dtype, family.shape
-    path, num_parameters, held_bytes = config.pool_path, 0, None
+    path, num_parameters, held_bytes, num_ranks = config.pool_path, 0, None, ranks_per_worker(config)
     if weights is not None:
         parts = [(weights.num_language, weights.packed_language)]
         if shape.num_levels > 1:  # With DeepStack, vLLM loads the encoders too, although it never runs them.
             parts.append((weights.num_encoder, weights.packed_encoder))
         num_parameters = sum(count for count, _ in parts)
         held_bytes = sum((count - packed.num_values) * DTYPE_TO_BYTES[dtype] + packed.nbytes for count, packed in parts)
-        held_bytes = -(-held_bytes // section.tensor_parallel)
+        held_bytes = -(-held_bytes // num_ranks)
     settings = replace(compose.worker_config(config), num_blocks=2)
     workspace = worker_bytes(shape, settings, 0, dtype, is_in_place=True).workspace
     note = f"{num_parameters / 1e6:.1f} M parameters" if weights else "no safetensors files to count"
-    note += f", divided by {section.tensor_parallel} ranks" if weights and section.tensor_parallel > 1 else ""
+    note += f", divided by {num_ranks} ranks" if weights and num_ranks > 1 else ""
     problems: list[str] = []
     kv_bytes, said = None, ""
     try:
@@ -289,7 +290,8 @@ def _vllm_worker(
         problems.append(error.message)
     if share is not None and device_bytes is not None and held_bytes is not None:
         kv_bytes = int(device_bytes * share) - held_bytes - workspace - CONTEXT_BYTES
-        per_token = block_bytes(shape, settings, dtype) // settings.block_size
+        num_layers = -(-shape.num_layers // pipeline_stages(config))  # A stage keeps nothing of other layers.
+        per_token = block_bytes(shape._replace(num_layers=num_layers), settings, dtype) // settings.block_size
         num_tokens = max(0, kv_bytes) // per_token
         said += f": {num_tokens} tokens"
         longest = min(int(section.vllm.get("max_model_len") or shape.max_model_len), shape.max_model_len)

@@ -285,8 +285,7 @@ class ClusterState:
     def predicted_work(
         self, need: RoomNeed, media: MediaOfPrompt, barred: frozenset[MemberId], now: float
     ) -> WaitingWork:
-        """Returns what a request that the workers in `barred` can't take will be to the members, without what the
-        worker with the longest cached prefix has of its prompt."""
+        """Returns what a request that workers in `barred` can't take will be to the others, less its cached prefix."""
         workers = self.columns(now).workers
         covered = int((self._depths(need.scheme_to_hashes) * workers.block_size[: len(workers)]).max(initial=0))
         return predicted_work(need, media, covered, barred, workers, self._learning, now)

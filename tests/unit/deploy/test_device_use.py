@@ -154,6 +154,25 @@ def test_vllm_holds_quantised_weights_as_they_are_stored(model: compose.Model) -
     assert (whole, small) == (2 * 5 * GIB, 2 * 2 * GIB + 3 * GIB)
 
 
+def test_a_pipeline_stage_holds_its_layers_weights_and_keys(model: compose.Model) -> None:
+    """A model that is too large for one GPU fits two, and each byte holds twice as many tokens there."""
+    alone = {"device": "cuda", "gpus_per_replica": 1, "engine": "vllm"}
+    staged = alone | {"vllm": {"pipeline_parallel_size": 2}}
+    one, two = (
+        plan_budget(config(workers=each), model, StoredWeights(0, 11 * GIB), device_bytes=24 * GIB)
+        for each in (alone, staged)
+    )
+    assert (len(one.problems), two.problems) == (1, ())
+    rows = {row.name: row for row in two.processes[1].rows}
+    assert rows["weights"].nbytes == 11 * GIB
+    assert rows["weights"].note.endswith("divided by 2 ranks")
+    shape = model.family.shape
+    assert shape.num_layers % 2 == 0
+    token_bytes = 2 * (shape.num_layers // 2) * shape.num_kv_heads * shape.head_dim * 2
+    assert rows["KV"].nbytes is not None
+    assert f": {rows['KV'].nbytes // token_bytes} tokens" in rows["KV"].note
+
+
 def test_vllm_without_room_for_the_longest_request_is_named(model: compose.Model) -> None:
     alone = {"device": "cuda", "gpus_per_replica": 1, "engine": "vllm"}
     budget = plan_budget(config(workers=alone), model, StoredWeights(0, 11 * GIB), device_bytes=24 * GIB)
