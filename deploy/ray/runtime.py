@@ -298,9 +298,11 @@ def _keep_ray_logs(config: ClusterConfig, folder: Path) -> None:
     """Copies what Ray's processes wrote, and what libraries printed in the replicas, into the folder of Weft's own
     logs."""
     logs = folder / "session_latest" / "logs"
-    if config.logging.to == "files" and config.logging.dir is not None and logs.is_dir():
-        with contextlib.suppress(OSError):
+    if config.logging.to == "files" and config.logging.dir is not None:
+        try:
             shutil.copytree(logs, config.logging.dir / "ray", dirs_exist_ok=True)
+        except OSError as error:
+            logger.warning("the logs of Ray's processes were not all kept: %s", error)
 
 
 def _answers_ready(url: str) -> bool:
