@@ -4,14 +4,14 @@ compressed-tensors), and gives the reference the values that they stand for."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from contract_model import ContractModel
+from contract_model import ContractModel, ContractPrompt
 from lora_files import layer_shapes
-from quantised_files import write_checkpoint
+from quantised_files import AWQ, write_checkpoint
 from safetensors.torch import load_file
 
 from modalities.registry import REGISTRY
@@ -95,14 +95,7 @@ class PackedForm(NamedTuple):
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
 PACKED_FORMS: Mapping[str, PackedForm] = {
     "awq": PackedForm(
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": GROUP,
-            "version": "gemm",
-            "zero_point": True,
-            "modules_to_not_convert": ["visual"],
-        },
+        {**AWQ, "group_size": GROUP, "zero_point": True, "modules_to_not_convert": ["visual"]},
         _awq,
         has_zeros=True,
     ),
@@ -144,3 +137,17 @@ def packed_model(model: ContractModel, form: PackedForm, directory: Path) -> Con
     found.family = REGISTRY.load_family(directory)
     found.encoder = found.family.load_encoder(directory, "cpu", "bfloat16", tuple(found.family.max_items))
     return found
+
+
+def error_over_difference(
+    packed: ContractModel, source: ContractModel, of: ContractPrompt, found: Iterable[float]
+) -> float:
+    """Returns how far the highest log-probabilities of the token behind a prompt, `found`, are from those of the
+    dequantised reference on average, over how far those of `source`, the model that was quantised, are from the
+    latter."""
+    values = torch.tensor(sorted(found))
+    expected, plain = (
+        torch.log_softmax(model.generate(of, 1).logits[0][0].float(), -1).topk(len(values)).values.flip(0)
+        for model in (packed, source)
+    )
+    return float((values - expected).abs().mean() / (plain - expected).abs().mean())

@@ -232,5 +232,9 @@ def heard(chunk: dict[str, Any]) -> dict[str, str]:
 
 
 def test_everything_is_free_afterwards(cluster: ClusterProcess) -> None:
-    for name in ("num_running", "num_waiting", "kv_used_blocks", "num_features", "inbox_used_bytes"):
-        eventually(lambda name=name: cluster.total(f"weft_worker_{name}") == 0)
+    def held() -> list[float]:
+        names = ("num_running", "num_waiting", "kv_used_blocks", "num_features", "inbox_used_bytes")
+        return [cluster.total(f"weft_worker_{name}") for name in names]
+
+    eventually(lambda: not any(held()))
+    assert held() == [0.0] * 5

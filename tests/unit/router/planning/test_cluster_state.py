@@ -420,7 +420,7 @@ def test_the_work_of_a_request_that_waits_is_what_its_members_will_have_of_it() 
 
 
 def test_the_work_of_a_request_is_counted_by_the_workers_that_can_take_it() -> None:
-    """Of the pool with small workers none can, and of the other pool one can."""
+    """No worker of the pool with small workers can take it, and one worker of the other pool can."""
     state, request = cluster_of(0), query(10 * BLOCK_SIZE)
     pools = {"w0": "small", "w1": "main", "w2": "main"}
     state.update_members([msgspec.structs.replace(worker_member(name), pool=pool) for name, pool in pools.items()])
