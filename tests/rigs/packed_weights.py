@@ -4,7 +4,7 @@ compressed-tensors), and gives the reference the values that they stand for."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,14 +140,12 @@ def packed_model(model: ContractModel, form: PackedForm, directory: Path) -> Con
 
 
 def error_over_difference(
-    packed: ContractModel, source: ContractModel, of: ContractPrompt, found: Iterable[float]
+    packed: ContractModel, source: ContractModel, of: ContractPrompt, id_to_logprob: Mapping[int, float]
 ) -> float:
-    """Returns how far the highest log-probabilities of the token behind a prompt, `found`, are from those of the
-    dequantised reference on average, over how far those of `source`, the model that was quantised, are from the
-    latter."""
-    values = torch.tensor(sorted(found))
+    """Returns how far some log-probabilities of the token behind a prompt are from those of the dequantised reference,
+    on average, over how far those of `source`, the model that was quantised, are from the latter."""
+    ids, found = list(id_to_logprob), torch.tensor(list(id_to_logprob.values()))
     expected, plain = (
-        torch.log_softmax(model.generate(of, 1).logits[0][0].float(), -1).topk(len(values)).values.flip(0)
-        for model in (packed, source)
+        torch.log_softmax(model.generate(of, 1).logits[0][0].float(), -1)[ids] for model in (packed, source)
     )
-    return float((values - expected).abs().mean() / (plain - expected).abs().mean())
+    return float((found - expected).abs().mean() / (plain - expected).abs().mean())
